@@ -1,14 +1,13 @@
-"""The cache: look up, load and store a token sequence's KV. Start reading here.
+"""The cache: look up, load and store the KV of a token sequence. Start reading here.
 
-    hit = cache.lookup(tokens)         # how much is there, and where: moves nothing
-    loaded = cache.load(hit, pages)    # into the engine's pages; may be less than the hit, and says so
+    hit = cache.lookup(tokens)         # how many tokens are held, and by which tiers; moves no data
+    loaded = cache.load(hit, pages)    # into the engine's pages; may be shorter than the hit
     ...                                # the engine computes the rest
     cache.store(tokens, pages)         # whole chunks; returns when the pages may be reused
 
-Each has a twin that returns at once with a future: `lookup_async`, `load_async`, `store_async`; `prefetch`
-brings records nearer before they are asked for. The steps are numbered in `kvkit.moving.load.Load.run` and
-`kvkit.moving.store.Store.run`; pure modules decide them: `plan` and `policy` say what moves from where to
-where, `record` what is to be trusted.
+`lookup_async`, `load_async` and `store_async` do this in the background and return futures; `prefetch` copies
+records to host memory ahead of a load. `moving.load.Load.run` and `moving.store.Store.run` number the steps.
+Pure modules decide: `plan` and `policy` choose sources and targets, `record` verifies data.
 """
 
 from __future__ import annotations
@@ -77,21 +76,21 @@ __all__ = [
 ]
 
 LOADING_THREADS, STORING_THREADS, LOOKING_THREADS, PREFETCHING_THREADS = 4, 2, 4, 2
-"""What goes on in the background at a time. It mostly waits for tiers, which have threads of their own."""
+"""Threads of each background pool. They mostly wait for tiers, which have threads of their own."""
 
 SpaceOf = Callable[[str | None, str], Namespace]
-"""What is stored for a requested model (an adapter, say; None: the base) and salt. Raises `UnknownModel`."""
+"""Maps a requested model (None: the base) and cache salt to a namespace. Raises `UnknownModel`."""
 
 READING_THREADS = 8
-"""Layers of records that are read at a time, of each tier."""
+"""Threads per tier that read parts of records for layer-by-layer loads."""
 
 
 class CacheTimeout(TimeoutError):
-    """Puts were still under way at the deadline."""
+    """Some puts were still in flight at the deadline."""
 
 
 class CacheServer(Protocol):
-    """Where others reach a cache, such as http://127.0.0.1:9477: `kvkit.observe.http.Server`."""
+    """An endpoint for a cache, such as http://127.0.0.1:9477: `kvkit.observe.http.Server`."""
 
     @property
     def url(self) -> str: ...
@@ -100,27 +99,26 @@ class CacheServer(Protocol):
 
 
 class Cache:
-    """KV of token sequences, in tiers. Thread-safe; a context manager that closes.
+    """KV of token sequences, stored in tiers. Thread-safe; a context manager that closes the cache.
 
-    It belongs to the process that opened it: in a fork of that, whatever is asked of it raises
-    `kvkit.workers.Forked`, and `close` does nothing.
+    In a fork of its process, its methods raise `kvkit.workers.Forked`, and `close` does nothing.
 
     Args:
-        layout: of the engine's KV.
-        namespace: what decides KV bytes besides tokens; every call takes another one.
-        tiers: in the order in which the default policy seeks them. The cache closes them.
+        layout: layout of the engine's KV.
+        namespace: default namespace: everything besides tokens that determines KV bytes.
+        tiers: tiers, in the default policy's lookup order. The cache closes them.
         staging: slots of at least one record each. The cache closes it.
-        policy: what goes where; None: `Policy.default`.
-        timeout_s: the longest that any single wait may take, in seconds.
-        shutdown_timeout_s: the longest that `close` may take, in seconds.
-        namespace_of: of an engine whose namespace changes, or that has adapters; None: always `namespace`.
+        policy: tiers to retrieve from, store to and write back to; None: `Policy.default`.
+        timeout_s: timeout of any single wait, in seconds.
+        shutdown_timeout_s: timeout of `close`, in seconds.
+        namespace_of: namespaces by model and salt, where they vary; None: always `namespace`.
 
     Attributes:
-        server: closed before the cache is; None unless `kvkit.config.open_cache` or its owner sets one.
+        server: endpoint, closed before the cache; set by `kvkit.config.open_cache` or the cache's owner.
 
     Raises:
-        PolicyError: the policy names no tier of these.
-        CacheError, LayoutError: tiers share a name; the slots, or a tier's precision, do not fit the layout.
+        PolicyError: the policy names an unknown tier.
+        CacheError, LayoutError: two tiers share a name; slots or a tier's precision do not fit the layout.
     """
 
     def __init__(
@@ -174,20 +172,20 @@ class Cache:
         retrieve_from: Sequence[str] | None = None,
         policy: RequestPolicy = DEFAULT_REQUEST_POLICY,
     ) -> Hit:
-        """How long a leading run of `tokens` (int32 [T]; numpy, torch or list) is available, and where.
+        """Return how long a leading run of `tokens` (int32 [T]; numpy, torch or list) is held, and where.
 
-        Reads no payload and changes nothing. A tier that fails holds nothing.
+        Reads no payload and changes nothing. A tier that fails counts as empty.
 
         Args:
-            wait_s: seconds to wait, if need be, for chunks that this cache is storing and no tier has yet.
-            first: chunks that the engine has and will not load.
-            prefill_tokens_per_s: how fast the engine computes. Where it is known, the run ends where going on
-                computing is faster than loading, by what was measured of the tiers in the last minute.
-            retrieve_from: tiers to seek, instead of the policy's.
-            policy: what the request wants otherwise; the load of the hit keeps to it, too.
+            wait_s: seconds to wait for pending stores of chunks that no tier holds yet.
+            first: number of leading chunks that the engine already has.
+            prefill_tokens_per_s: the engine's prefill speed. If given, the run ends where computing becomes
+                faster than loading, by the tiers' speeds in the last minute.
+            retrieve_from: tiers to ask, instead of the policy's.
+            policy: request policy; the load of the hit follows it, too.
 
         Raises:
-            PolicyError: `retrieve_from` or `policy` names a tier that does not exist.
+            PolicyError: `retrieve_from` or `policy` names an unknown tier.
         """
         chunks = self.chunks(tokens, namespace, policy)
         check_named("retrieve_from", retrieve_from or (), self.tiers)
@@ -201,7 +199,7 @@ class Cache:
         hit = Hit(chunks, plan)
         declined = Counter(Hit(chunks, found).by_tier) - Counter(hit.by_tier)
         if declined:
-            log.info("tokens that are computed, as loading them is slower: %s", dict(declined))
+            log.info("lookup: tokens left to compute, because loading them is slower: %s", dict(declined))
         with self._tier_set.counting() as counts:
             counts.lookups += 1
             counts.lookup_tokens += len(chunks.tokens)
@@ -221,15 +219,14 @@ class Cache:
         retrieve_from: Sequence[str] | None = None,
         policy: RequestPolicy = DEFAULT_REQUEST_POLICY,
     ) -> Transfer[Hit]:
-        """`lookup` in the background."""
+        """Run `lookup` in the background."""
         look = partial(self.lookup, tokens, namespace, wait_s=wait_s, first=first)
         look = partial(look, prefill_tokens_per_s=prefill_tokens_per_s, retrieve_from=retrieve_from)
         look = partial(look, policy=policy)
         return Transfer.start(self._looking, lambda _: look())
 
     def query(self, tokens: Any, namespace: Namespace | None = None, wait_s: float = 0.0) -> Hit:
-        """How long a leading run of `tokens` is held, and where, for who loads nothing: counts as a query.
-        Waits up to `wait_s` seconds for what is being stored."""
+        """Look up `tokens`, waiting up to `wait_s` s for pending stores; counts as a query, not a lookup."""
         chunks = self.chunks(tokens, namespace)
         hit = Hit(chunks, self._puts.find_with_pending(chunks, wait_s))
         with self._tier_set.counting() as counts:
@@ -239,10 +236,10 @@ class Cache:
     def chunks(
         self, tokens: Any, namespace: Namespace | None = None, policy: RequestPolicy = DEFAULT_REQUEST_POLICY
     ) -> Chunks:
-        """The whole chunks of `tokens` (int32 [T]), hashed once, for who stores them part by part.
+        """Return the whole chunks of `tokens` (int32 [T]), hashed once for several stores of parts of them.
 
         Raises:
-            PolicyError: `policy` names a tier that does not exist.
+            PolicyError: `policy` names an unknown tier.
         """
         self._fork_guard.check()
         check_named("load_from", policy.load_from or (), self.tiers)
@@ -250,9 +247,9 @@ class Cache:
         return Chunks.of(tokens, self.layout, namespace or self.namespace, policy)
 
     def held_async(self, chunks: Chunks, tiers: Sequence[str]) -> Transfer[int]:
-        """How many of `chunks`, from the first on, these tiers hold, in the background; counts as no lookup.
+        """Count the leading `chunks` that these tiers hold, in the background; not counted as a lookup.
 
-        Raises `PolicyError` where one does not exist.
+        Raises `PolicyError` for an unknown tier.
         """
         check_named("tiers", tiers, self.tiers)
         return Transfer.start(
@@ -260,35 +257,31 @@ class Cache:
         )
 
     def load(self, hit: Hit, pages: AllPages, rotate: Rotation | None = None) -> Loaded:
-        """Put the KV of `hit` into the engine's pages. Mutates the pages of the tokens loaded, no others.
+        """Copy the KV of `hit` into the engine's pages. Mutates only the pages of the loaded tokens.
 
-        A record that turns out missing, damaged or late is a miss: it is sought in the other tiers, and if
-        it is nowhere the load ends before it. What is loaded is always a leading run; the policy may have it
-        written back to nearer tiers. The result says what is approximate: it is written back to none.
+        A missing, damaged or late record is a miss: the load tries the other tiers and, if none has the
+        record, ends before it. The loaded tokens are always a leading run. The policy decides which tiers
+        they are written back to; approximate KV (see `Loaded`) is never written back.
 
         Args:
-            pages: where to put it, one per layer group.
-            rotate: by how many positions keys move on the way, for every chunk of the hit (blending). What is
-                written back to other tiers stays as it was computed.
+            pages: destination pages, one entry per layer group.
+            rotate: position change of the keys, per chunk (blending). Write-backs keep the original keys.
 
         Raises:
             CacheError: `pages` do not match the layout or are too short for the hit.
-            RopeError: `rotate` has deltas for another number of chunks.
+            RopeError: `rotate` has deltas for a different number of chunks.
         """
         return self._load(hit, pages, rotate).run(Transfer())
 
     def load_async(self, hit: Hit, pages: AllPages, rotate: Rotation | None = None) -> Transfer[Loaded]:
-        """`load` in the background: the pages are in use until the future is done, cancelled or not.
+        """Run `load` in the background; the pages are in use until the future is done, even if cancelled.
 
-        On a GPU they change after what the current stream has now. Raises what `load` does.
+        On a GPU, pages change after the work queued on the current stream. Raises the errors of `load`.
         """
         return Transfer.start(self._loading, self._load(hit, pages, rotate).run, urgent=True)
 
     def load_layers(self, hit: Hit, pages: AllPages) -> LayerLoad:
-        """`load` one layer at a time: an iterator over the layers, in model order, as they arrive.
-
-        Raises what `load` does.
-        """
+        """Return an iterator that loads `hit` one layer at a time. Raises the errors of `load`."""
         pages = check_pages(pages, hit.chunks, hit.plan.chunks, self.layout)
         return LayerLoad(self._puts, self._reading, hit, pages)
 
@@ -300,35 +293,34 @@ class Cache:
         *,
         policy: RequestPolicy = DEFAULT_REQUEST_POLICY,
     ) -> LayerStore:
-        """`store` one layer at a time, as the engine completes them. Raises what `store` does."""
+        """Run `store` one layer at a time, as the engine completes layers. Raises the errors of `store`."""
         return self.store_chunk_layers(self.chunks(tokens, namespace, policy), pages)
 
     def store_chunk_layers(
         self, chunks: Chunks, pages: AllPages, to: Sequence[str] | None = None, lend: Lend | None = None
     ) -> LayerStore:
-        """`store_layers` of chunks, whose slots `lend` may give. `pages` are of these chunks alone."""
+        """Run `store_layers` for `chunks`, in slots from `lend` if given; `pages` hold only these chunks."""
         self._fork_guard.check()
         pages = check_pages(pages, chunks, len(chunks), self.layout)
         return LayerStore(self._puts, chunks, pages, self._targets(to, chunks), lend)
 
     @property
     def prefetch_chunks(self) -> int:
-        """Chunks that can be prefetched at a time, half of what the memory holds that they go to: more would
-        displace each other, or most of what is near."""
+        """Maximum chunks to prefetch at once: half of the memory they go to, to spare its other records."""
         near = [tier for name in self.policy.write_back_to if (tier := self.tiers[name]).near]
         slots = min((tier.slots // 2 for tier in near if tier.slots), default=self._tier_set.prefetched.slots)
         return slots // len(self.layout.groups)
 
     def prefetch(self, tokens: Any, namespace: Namespace | None = None, *, first: int = 0) -> Transfer[Hit]:
-        """Bring what `tokens` will hit nearer, in the background; the future is what is available then.
+        """Copy what `tokens` will hit to host memory, in the background; the future returns the hit by then.
 
-        Verified records of the leading run go to the tiers in memory that the policy writes back to; without
-        any, up to half of the staging slots hold them until a load takes them or others need the room. A load
-        takes from there what was further away at its lookup. It does not wait for prefetches: these have
-        threads of their own, and ask a tier for no more than four times what it reads at once.
+        Verified records of the leading run go to the in-memory tiers that the policy writes back to. Without
+        such a tier, up to half of the staging slots hold them until a load takes them or others need the
+        slots; the load uses them even if its lookup found another tier. Loads do not wait for prefetches,
+        which have their own threads and request at most four times a tier's `reads_at_once`.
 
         Args:
-            first: chunks that the engine has. The run, and the hit, begin after them.
+            first: number of leading chunks that the engine already has. The run and the hit begin after them.
 
         Raises:
             CacheError: the tokens have fewer than `first` whole chunks.
@@ -339,7 +331,7 @@ class Cache:
     def get_non_blocking(
         self, tokens: Any, chunk: int, namespace: Namespace | None = None
     ) -> Transfer[list[Lease]]:
-        """The records of one chunk of `tokens`, in the background: verified, a lease per layer group.
+        """Read and verify the records of one chunk in the background: a lease per layer group.
 
         The list is empty if no tier has them. The caller releases the leases (`kvkit.staging.release_all`).
 
@@ -361,21 +353,20 @@ class Cache:
         first: int = 0,
         policy: RequestPolicy = DEFAULT_REQUEST_POLICY,
     ) -> Stored:
-        """Put the whole chunks of `tokens` (int32 [T]) that a target tier lacks. Reads the engine's pages.
+        """Store the whole chunks of `tokens` (int32 [T]) that a target tier lacks. Reads the engine's pages.
 
-        Returns when the pages may be reused; tiers go on writing (`flush` waits for them). Where slots stay
-        taken until the deadline, the rest is not stored, and the result says so.
+        Returns when the pages may be reused; tiers continue writing (`flush` waits for them). If no slots
+        come free before the deadline, the rest is not stored; the result counts the tokens copied.
 
         Args:
-            to: tiers, instead of the policy's `store_to`.
-            first: the chunk to begin with: those before it are not stored, and `pages` begin there.
-            policy: what the request wants otherwise: where it is stored, and how it is evicted there, which
-                goes for what a target has already, too.
+            to: target tiers, instead of the policy's `store_to`.
+            first: first chunk to store; `pages` begin there.
+            policy: request policy: target tiers and retention, which applies to records already held, too.
 
         Raises:
-            CacheError: `pages` do not match the layout or are too short for the tokens, or the tokens have
-                fewer than `first` whole chunks.
-            PolicyError: `to` or `policy` names a tier that does not exist.
+            CacheError: `pages` do not match the layout or are too short, or there are fewer than `first`
+                chunks.
+            PolicyError: `to` or `policy` names an unknown tier.
         """
         chunks = self._part(tokens, namespace, first, policy)
         pages = check_pages(pages, chunks, len(chunks), self.layout)
@@ -392,11 +383,11 @@ class Cache:
         ready: Callable[[], object] | None = None,
         policy: RequestPolicy = DEFAULT_REQUEST_POLICY,
     ) -> Transfer[Stored]:
-        """`store` in the background: pages must not change until it is done, or `release_pages` returns.
+        """Run `store` in the background; pages must not change until it is done or `release_pages` returns.
 
-        `ready` is called first, there; it returns when the pages hold what is to be stored (a CUDA event's
-        `synchronize`). Without it, pages on a GPU hold that once the current stream has done what it has now.
-        Raises what `store` does.
+        `ready` is called first, in the background; it returns when the pages are complete (a CUDA event's
+        `synchronize`). Without it, pages on a GPU are complete after the work already queued on the current
+        stream. Raises the errors of `store`.
         """
         return self.store_chunks(self._part(tokens, namespace, first, policy), pages, to=to, ready=ready)
 
@@ -411,19 +402,17 @@ class Cache:
         on_done: Callable[[], object] = lambda: None,
         copy_first: bool = False,
     ) -> Transfer[Stored]:
-        """`store_async` of chunks, or a part of some (`Chunks.part`), that tells how it goes on.
-
-        Raises what `store` does.
+        """Run `store_async` for `chunks`, or part of them, with callbacks. Raises the errors of `store`.
 
         Args:
-            pages: of these chunks alone.
-            to, ready: as in `store` and `store_async`.
-            on_stored: called with the name of a tier and the number of a chunk among `chunks` when that tier
-                has it completely; from any thread, and often after the future is done.
-            on_done: called once, when no tier is to get any of them any more; likewise. A tier that hangs may
-                delay it without end.
-            copy_first: whether chunks are copied before tiers outside this process are asked what they lack.
-                The pages come free without waiting for them, and what they have was copied for nothing.
+            pages: pages of these chunks alone.
+            to, ready: see `store` and `store_async`.
+            on_stored: called with a tier's name and a chunk's index in `chunks` when the tier has the whole
+                chunk; from any thread, often after the future is done.
+            on_done: called once, from any thread, when every put has ended. A hanging tier may delay it
+                forever.
+            copy_first: copy chunks before asking tiers outside this process what they lack. The pages are
+                released without waiting for these tiers, but some copies may be unneeded.
         """
         pages = check_pages(pages, chunks, len(chunks), self.layout)
         after = () if ready else _marks(pages)
@@ -439,21 +428,19 @@ class Cache:
         return transfer
 
     def warm_up(self, pages: AllPages) -> Future[None]:
-        """Have what the first moves of such pages start compiled and loaded, in the background.
-
-        For pages on a GPU: without it the first load waits for the compiler. Nothing is moved.
+        """Compile and load kernels for such pages in the background: the first GPU load would wait for this.
 
         Args:
-            pages: one per layer group, of a chunk, as blocks or as slots; which ones does not matter.
+            pages: any pages of one chunk, one entry per layer group, as blocks or as slots. Not mutated.
 
         Raises:
-            CacheError: they do not match the layout.
+            CacheError: `pages` do not match the layout.
         """
         none = self.chunks(np.zeros(0, np.int32))
         groups = check_pages(pages, none, 0, self.layout)
 
         def carry_out() -> None:
-            self.staging.ready.wait(self.timeout_s)  # memory that is not pinned takes another way
+            self.staging.ready.wait(self.timeout_s)  # unpinned memory takes another code path
             (lease,) = self.staging.acquire(1, self.timeout_s)
             with lease:
                 warm_up(groups, none.formats + none.states, lease)
@@ -461,88 +448,83 @@ class Cache:
         return self._storing.submit(carry_out)
 
     def watch(self, tiers: Sequence[str], held_listener: TierHeldListener) -> bool:
-        """Have told from now on what `tiers` hold, as records are put, found, evicted, dropped and deleted.
+        """Report what `tiers` hold: now, and as records are put, found, evicted, dropped and deleted.
 
-        What they hold already is told at once. Whether that is all that they ever hold: they are this host's
-        alone. If not, it may be left out, and what a server evicts by itself is told when a lookup or a read
-        misses it.
+        Returns:
+            True if the reports cover all they hold: no other host uses these tiers. Otherwise existing
+                records may be left out, and a server's evictions are reported when a lookup or a read misses.
         """
         return self._tier_set.watch(tiers, held_listener)
 
     def pin(self, tokens: Any, seconds: float, namespace: Namespace | None = None) -> int:
-        """Have tiers evict none of these tokens' chunks for so long; how many tokens one or more hold."""
+        """Pin the chunks of `tokens` for `seconds`; return the most tokens pinned in a single tier."""
         chunks = self.chunks(tokens, namespace)
         return max((self._tier_set.pin(tier, chunks, seconds) for tier in self.tiers), default=0)
 
     def retain(self, tokens: Any, policy: RequestPolicy, namespace: Namespace | None = None) -> None:
-        """Have tiers evict what they hold of these tokens' chunks as a request wants, as if it stored them.
+        """Apply the retention of `policy` to these tokens' chunks in tiers that hold them, as a store would.
 
         Raises:
-            PolicyError: `policy` names a tier that does not exist.
+            PolicyError: `policy` names an unknown tier.
         """
         chunks = self.chunks(tokens, namespace, policy)
         for tier in self.tiers if policy.store_to is None else policy.store_to:
             self._tier_set.retain(tier, chunks.names + chunks.snapshots, policy)
 
     def flush(self, timeout_s: float | None = None) -> None:
-        """Wait until every put that was started before this call is complete or has failed.
+        """Wait until every put started before this call has completed or failed.
 
         Raises:
-            CacheTimeout: some are still under way after `timeout_s` (default: the cache's).
+            CacheTimeout: some are still in flight after `timeout_s` (default: the cache's).
         """
         limit = self.timeout_s if timeout_s is None else timeout_s
         if left := self._puts.outstanding.wait(limit):
-            raise CacheTimeout(f"{left} puts are still under way after {limit} s")
+            raise CacheTimeout(f"{left} puts are still in flight after {limit} s")
 
     def puts_under_way(self) -> int:
-        """Puts that a flush would wait for: of records, and of what describes their arrays."""
+        """Count the puts a flush would wait for: of records and of array metadata."""
         return self._puts.outstanding.count
 
     def counts(self) -> Counts:
-        """A copy of what was counted so far."""
+        """Return a copy of the counters."""
         return self._tier_set.counts()
 
     def note_blend(self, reused: int, selected: int, computed: int) -> None:
-        """Count the tokens of a prompt that was blended: reused, selected among them, and computed ones."""
+        """Count the tokens of a blended prompt: reused, selected among those, and computed."""
         with self._tier_set.counting() as counts:
             counts.blend_reused_tokens += reused
             counts.blend_selected_tokens += selected
             counts.blend_computed_tokens += computed
 
     def tier_states(self) -> dict[str, HealthState]:
-        """Whether each tier is ok, slow, open (passed over) or half-open (about to be tried)."""
+        """Return each tier's health: ok, slow, open (skipped) or half-open (about to be retried)."""
         return self._tier_set.states()
 
     def queue_depths(self) -> dict[str, int]:
-        """Reads and writes that wait for a thread, by tier."""
+        """Count the reads and writes that wait for a thread, by tier."""
         return {name: tier.waiting() for name, tier in self._tier_set.tiers.items()}
 
     def clear(self, tier: str, timeout_s: float | None = None) -> int:
-        """Delete every record of a tier, whatever its namespace; how many there were.
+        """Delete every record of a tier, in all namespaces; return how many were deleted.
 
         Raises:
             CacheError: there is no such tier.
             TimeoutError: some are left after `timeout_s` seconds (default: the cache's); call again.
-            OSError: one could not be deleted.
+            OSError: a record could not be deleted.
         """
         if tier not in self.tiers:
             raise CacheError(f"tier={tier!r}: no such tier; the tiers are {', '.join(self.tiers)}")
         return self._tier_set.clear(tier, self.timeout_s if timeout_s is None else timeout_s)
 
     def check_integrity(self) -> None:
-        """Prove that no slot is lost.
-
-        Raises:
-            AssertionError: one is. This is a defect in kvkit or in a tier.
-        """
+        """Raise `AssertionError` if a slot is lost, which is a defect in kvkit or in a tier."""
         self._fork_guard.check()
         self.staging.check_integrity()
 
     def close(self, timeout_s: float | None = None) -> None:
-        """Close the server, finish what was started, then close tiers and staging.
+        """Close the server, finish pending work, then close tiers and staging.
 
-        All of it takes `timeout_s` seconds at most (default: the cache's `shutdown_timeout_s`). What is not
-        saved by then is logged.
+        Takes at most `timeout_s` seconds (default: `shutdown_timeout_s`), and logs what is not saved by then.
         """
         if self._closed or not self._fork_guard.is_here:
             return
@@ -564,7 +546,7 @@ class Cache:
 
     @property
     def _puts(self) -> WritePipeline:
-        """For the process that opened the cache."""
+        """The write pipeline, in the process that opened the cache."""
         self._fork_guard.check()
         return self._all_puts
 
@@ -595,17 +577,17 @@ class Cache:
 
 def _only_space(namespace: Namespace, model: str | None, salt: str) -> Namespace:
     if model not in (None, namespace.model):
-        raise UnknownModel(f"model = {model!r}: not known here; known is {namespace.model!r}")
+        raise UnknownModel(f"model = {model!r}: not known here; want {namespace.model!r}")
     return replace(namespace, salt=salt) if salt else namespace
 
 
 def _marks(pages: Sequence[SequencePages]) -> CudaEvents:
-    """What the engine's streams have so far, of the thread that asks for a move."""
+    """Record events for the work queued so far on the calling thread's current streams."""
     return marks(group.pages.device for group in pages)
 
 
 def _warm_up() -> None:
-    """Load the CPU's compiled kernels, or compile them, before the first request waits for that."""
+    """Load or compile the CPU kernels, so that the first request does not wait for this."""
     group = LayerGroup(layers=(0,), kv_heads=1, k_size=1, v_size=0, dtype="uint8", block_tokens=1)
     pages = Pages.of(group, group.pages(1))
     block = np.zeros((1, 1), np.int64)

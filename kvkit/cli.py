@@ -1,4 +1,4 @@
-"""The command line: `kvkit --help` lists its commands, each of which is in its room's `commands`."""
+"""The command line: `kvkit --help` lists its commands, defined in the packages' `commands` modules."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from kvkit.simulate.commands import simulate
 
 
 class _Commands(TyperGroup):
-    """Commands that end with `sys.exit(MESSAGE)` or an exception where something is wrong: it is shown."""
+    """A group of commands that prints exceptions and the messages of `sys.exit(MESSAGE)` as errors."""
 
     def invoke(self, ctx: Any) -> Any:
         try:

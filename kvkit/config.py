@@ -1,6 +1,6 @@
-"""From one TOML file, and KVKIT_* environment variables for what it leaves out, to an open cache.
+"""Configuration: one TOML file, completed by KVKIT_* environment variables, opens a cache.
 
-`docs/configuration.md` has an example and lists every setting, `docs/recipes.md` tiers on servers.
+`docs/configuration.md` has an example and lists every setting; `docs/recipes.md` covers tiers on servers.
 """
 
 from __future__ import annotations
@@ -48,37 +48,37 @@ _PREFIX = "KVKIT_"
 
 
 class PolicyConfig(BaseModel):
-    """What goes where, by tier name. See `kvkit.moving.policy`."""
+    """Which tiers to retrieve from, store to and write back to, by name. See `kvkit.moving.policy`."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
     retrieve_from: tuple[str, ...] | None = Field(
-        default=None, description="tiers, sought in this order; none given: all, in the file's order"
+        default=None, description="tiers to look up, in this order; default: all, in the file's order"
     )
     store_to: tuple[str, ...] | None = Field(
-        default=None, description="what gets finished chunks; none given: all"
+        default=None, description="tiers that get the engine's finished chunks; default: all"
     )
     write_back_to: tuple[str, ...] | None = Field(
-        default=None, description="what gets chunks that came from another tier; none given: the first"
+        default=None, description="tiers that get chunks loaded from another tier; default: the first"
     )
-    staging_only: bool = Field(default=False, description="memory is only passed through, and keeps nothing")
+    staging_only: bool = Field(default=False, description="host memory passes records through and keeps none")
 
 
 class ServerConfig(BaseModel):
-    """The HTTP endpoint. See `kvkit.observe.http`."""
+    """Settings of the HTTP endpoint. See `kvkit.observe.http`."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
-    enabled: bool = Field(default=False, description="whether there is one")
+    enabled: bool = Field(default=False, description="whether to run the endpoint")
     host: str = Field(default="127.0.0.1", description="address to listen on")
     port: int = Field(
         default=DEFAULT_PORT,
-        description="of rank 0, the next ones of further ranks; 0: any that is free",
+        description="port of rank 0; further ranks use the next ones; 0: any free port",
         ge=0,
         le=65535,
     )
     token: SecretStr | None = Field(
-        default=None, description="what clients must show", min_length=MIN_TOKEN_CHARS
+        default=None, description="bearer token that clients must send", min_length=MIN_TOKEN_CHARS
     )
-    token_file: Path | None = Field(default=None, description="holds the token; made where there is none")
+    token_file: Path | None = Field(default=None, description="file with the token; created if missing")
 
     @model_validator(mode="after")
     def _the_token_is_known(self) -> ServerConfig:
@@ -90,18 +90,18 @@ class ServerConfig(BaseModel):
 
     @property
     def idle(self) -> list[str]:
-        """Settings that have no effect, as `enabled` is not given either way."""
+        """The settings that have no effect because `enabled` is not set at all."""
         return [] if "enabled" in self.model_fields_set else sorted(self.model_fields_set)
 
     def of_rank(self, rank: int) -> ServerConfig:
-        """That of one of several ranks: each has a port of its own."""
+        """Return the settings of one of several ranks; each rank has its own port."""
         if not self.enabled:
             return self
         return self.model_copy(update={"port": self.port + rank if self.port else 0})
 
 
 class Config(BaseSettings):
-    """Every setting. The file wins over the environment."""
+    """All settings. The file takes precedence over the environment."""
 
     model_config = SettingsConfigDict(
         env_prefix=_PREFIX,
@@ -118,20 +118,20 @@ class Config(BaseSettings):
     timeout_s: float = Field(30.0, description="longest single wait, in seconds", gt=0, le=3600)
     shutdown_timeout_s: float = Field(
         30.0,
-        description="how long closing may take in all, in seconds; what is not saved by then is lost",
+        description="longest total time to close, in seconds; records not saved by then are lost",
         gt=0,
         le=3600,
     )
     precision: Precision | None = Field(
-        None, description="of KV in records and on its way to them; none: as the engine computes it"
+        None, description="format of KV in records and in transit; none: the engine's dtype"
     )
     unchecked_precision: bool = Field(
-        False, description="whether to hold KV in fewer bits of a model that `kvkit doctor` has not passed"
+        False, description="whether to quantise the KV of a model that `kvkit doctor` has not passed"
     )
-    tiers: dict[str, TierConfig] = Field(default_factory=dict, description="in the order they are sought")
+    tiers: dict[str, TierConfig] = Field(default_factory=dict, description="tiers, in lookup order")
     policy: PolicyConfig = PolicyConfig()
     server: ServerConfig = ServerConfig()
-    handoff: HandoffConfig | None = Field(None, description="none: this engine hands no KV to others")
+    handoff: HandoffConfig | None = Field(None, description="settings of KV handoff; none: no handoff")
 
     @model_validator(mode="after")
     def _policy_names_tiers(self) -> Config:
@@ -139,7 +139,7 @@ class Config(BaseSettings):
         for name in made:
             if name in self.tiers or made.count(name) > 1:
                 raise ValueError(
-                    f"handoff: tier {name!r} is there twice; want other names for peers and tiers"
+                    f"handoff: tier name {name!r} is used twice; want distinct names for peers and tiers"
                 )
         if self.handoff is not None:
             self.handoff.check_tiers(self.tiers)
@@ -152,16 +152,16 @@ class Config(BaseSettings):
         return self
 
     def resolved_policy(self) -> Policy:
-        """The policy with what was left out filled in."""
+        """Return the policy, with defaults for the fields not set."""
         handoff = self.handoff
         default = Policy.default(self.tiers) if handoff is None else handoff.default_policy(self.tiers)
         return replace(default, **self.policy.model_dump(exclude_none=True))
 
     def layout(self, engine: KVLayout) -> KVLayout:
-        """An engine's layout with this file's `precision`: that of its namespace, its pages and `open_cache`.
+        """Return an engine's layout with this file's `precision`, for its namespace, pages and `open_cache`.
 
         Raises:
-            ConfigError: KV of some of its layers cannot be held in fewer bits.
+            ConfigError: the KV of some layers cannot be quantised.
         """
         try:
             groups = tuple(replace(group, precision=self.precision) for group in engine.groups)
@@ -170,11 +170,11 @@ class Config(BaseSettings):
             raise ConfigError(str(error)) from error
 
     def check_model(self, check: Callable[[Precision, str], object]) -> None:
-        """Have `check` refuse a model that must not be held in a `precision`, or a tier's, unless that is not
-        to be asked.
+        """Run `check` for each precision in use, unless `unchecked_precision` is set.
 
         Args:
-            check: of the weights, given a precision and what to set instead: `kvkit.moving.precision.check`.
+            check: function of a precision and the setting that overrides it, which raises if the model's
+                weights must not be quantised: `kvkit.moving.precision.check`.
         """
         if not self.unchecked_precision:
             wanted = dict.fromkeys([self.precision, *(tier.precision for tier in self.tiers.values())])
@@ -183,7 +183,11 @@ class Config(BaseSettings):
                     check(precision, "unchecked_precision = true")
 
     def namespace(self, layout: KVLayout, *, model: str, dtype: str, **fields: Any) -> Namespace:
-        """The namespace of `model` with this file's chunk size and digest; `fields` as in `Namespace`."""
+        """Return the namespace of `model` with this file's chunk size and digest.
+
+        Args:
+            fields: other fields of `Namespace`.
+        """
         return Namespace(
             model=model,
             layout=layout.fingerprint(),
@@ -195,12 +199,12 @@ class Config(BaseSettings):
 
 
 def load_config(path: str | Path | None = None, **settings: Any) -> Config:
-    """Read a TOML file (none: the environment alone).
+    """Read a TOML file (None: the environment alone).
 
-    `settings` win over both; a table among them replaces the file's as a whole.
+    `settings` override both; a table in them replaces the file's whole table.
 
     Raises:
-        ConfigError: the file cannot be read, or a setting is unknown or impossible.
+        ConfigError: the file cannot be read, or a setting is unknown or invalid.
     """
     source = os.fspath(path) if path is not None else "settings" if settings else ENVIRONMENT
     values = ({} if path is None else read_toml(path)) | settings
@@ -213,7 +217,7 @@ def load_config(path: str | Path | None = None, **settings: Any) -> Config:
         raise ConfigError(f"{ENVIRONMENT}: a {_PREFIX}* variable: {TOO_DEEP}") from error
     except ValidationError as error:
         raise ConfigError(explain(error, Config, f"{source}: ", values)) from error
-    # pydantic merges the file into the environment, not the other way round, and tiers have an order
+    # pydantic merges the file into the environment and puts the environment's tiers first
     tiers = {name: config.tiers[name] for name in [*values.get("tiers", ()), *config.tiers]}
     return config.model_copy(update={"tiers": tiers})
 
@@ -221,15 +225,14 @@ def load_config(path: str | Path | None = None, **settings: Any) -> Config:
 def open_cache(
     config: Config, layout: KVLayout, namespace: Namespace, namespace_of: SpaceOf | None = None
 ) -> Cache:
-    """A cache with the tiers of `config` and, where `server.enabled`, an endpoint. Closing it closes them.
+    """Open a cache with the tiers of `config` and, if `server.enabled`, an endpoint; `close` closes both.
 
     Args:
-        namespace_of: as in `Cache`.
+        namespace_of: see `Cache`.
 
     Raises:
-        ConfigError: the layout has another precision; a size is too small for its records; a tier cannot be
-            opened; or the endpoint cannot: its address is taken, the token's file is no such file, or a
-            package is missing.
+        ConfigError: the layout has another precision, a size is too small for its records, a tier cannot be
+            opened, or the endpoint cannot (address in use, unusable token file, missing package).
     """
     if not config.tiers and config.handoff is None:
         raise ConfigError("tiers: none given; want at least one, such as [tiers.disk] with a url")
@@ -251,7 +254,7 @@ def open_cache(
             staging = Staging(slot_bytes, slots)
         except (OSError, OverflowError) as error:
             size = ByteSize(slot_bytes * slots).human_readable()
-            raise ConfigError(f"staging and memory tiers: {size} cannot be had: {error}") from error
+            raise ConfigError(f"staging and memory tiers: {size} cannot be allocated: {error}") from error
         opened.callback(staging.close)
         try:
             tiers = []
@@ -293,10 +296,10 @@ def open_cache(
 def _open_handoff(
     config: HandoffConfig, near: list[Tier], layout: KVLayout, namespace: Namespace, timeout_s: float
 ) -> list[Tier]:
-    """The tiers of handoff; peers may ask of those that are `near`.
+    """Open the tiers of handoff; peers may read from the `near` tiers.
 
     Raises:
-        ConfigError: a size, an address or a certificate is impossible, or the secret's file holds none.
+        ConfigError: a size, an address or a certificate is invalid, or the secret's file holds no secret.
     """
     secret = b"" if config.secret is None else config.secret.get_secret_value().encode()
     try:
@@ -322,10 +325,12 @@ def _open_server(config: Config, cache: Cache) -> CacheServer:
 
 
 def _refuse_misspelt_variables() -> None:
-    """Only names near a setting are errors: others set KVKIT_* too (Kubernetes, for a service "kvkit").
+    """Refuse variables with names that resemble a setting's.
+
+    Others may set KVKIT_* too, such as Kubernetes for a service "kvkit".
 
     Raises:
-        ConfigError: there is one.
+        ConfigError: there is such a variable.
     """
     known = list(Config.model_fields)
     for variable in os.environ:

@@ -1,4 +1,4 @@
-"""This machine: what results name it by, its versions, caches of its user, its addresses, its CUDA driver."""
+"""The machine: its name in results, versions, cache folders, addresses and CUDA driver."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ from pathlib import Path
 from typing import Any
 
 DISTRIBUTION = "kvkit-llm"
-"""The name that pip knows kvkit by: `kvkit` on PyPI is another project."""
+"""kvkit's name on PyPI, where `kvkit` is another project."""
 PACKAGES = ("torch", "triton", "numba", "numpy", "xxhash", "fsspec", "zarr", "transformers")
 
 
 def version_of(package: str) -> str | None:
-    """The installed version of a package, None if it is missing."""
+    """Return the installed version of a package, or None if it is missing."""
     try:
         return importlib.metadata.version(package)
     except importlib.metadata.PackageNotFoundError:
@@ -30,7 +30,7 @@ def version_of(package: str) -> str | None:
 
 
 def describe() -> dict[str, Any]:
-    """Machine and versions, as results carry them."""
+    """Describe the machine and the versions, for results."""
     packages = {"kvkit": DISTRIBUTION} | {package: package for package in PACKAGES}
     return {
         "machine": {
@@ -46,17 +46,17 @@ def describe() -> dict[str, Any]:
 
 
 def slug() -> str:
-    """A file name for this kind of machine: its GPU, or its CPU and cores."""
+    """Return a file name for this kind of machine: its GPU, or its CPU and number of cores."""
     return slug_of(gpu_name() or host_name())
 
 
 def slug_of(name: str) -> str:
-    """A name as a file name: lower case, and hyphens for what is neither letter nor digit."""
+    """Convert a name to a file name: lower case, with hyphens for all but letters and digits."""
     return re.sub(r"[^a-z0-9]+", "-", name.lower()).strip("-")
 
 
 def cpu_name() -> str:
-    """The processor's name."""
+    """Return the processor's name."""
     try:
         found = re.search(r"model name\s*: (.+)", Path("/proc/cpuinfo").read_text())
     except OSError:
@@ -65,12 +65,12 @@ def cpu_name() -> str:
 
 
 def host_name() -> str:
-    """What results on the CPU are named by: its name and cores."""
+    """Name this machine in CPU results: the processor and its number of cores."""
     return f"{cpu_name()} {os.cpu_count()} cores"
 
 
 def driver_version() -> str:
-    """The version of the GPU driver that is loaded, "" where the system does not say."""
+    """Return the version of the loaded GPU driver, or "" if the system does not report one."""
     for driver in ("nvidia", "amdgpu"):
         try:
             return Path(f"/sys/module/{driver}/version").read_text().strip()
@@ -80,7 +80,7 @@ def driver_version() -> str:
 
 
 def gpu_name() -> str | None:
-    """The first GPU's name, None without one."""
+    """Return the first GPU's name, or None without a GPU."""
     import torch
 
     return torch.cuda.get_device_name() if torch.cuda.is_available() else None
@@ -88,7 +88,7 @@ def gpu_name() -> str | None:
 
 @functools.cache
 def cuda_driver() -> ctypes.CDLL | None:
-    """The library of NVIDIA's driver, for the calls that torch has no name for; None without one."""
+    """Load NVIDIA's driver library, for calls that torch does not expose; None without a driver."""
     try:
         return ctypes.CDLL("libcuda.so.1")
     except OSError:
@@ -97,14 +97,14 @@ def cuda_driver() -> ctypes.CDLL | None:
 
 @contextmanager
 def outside_captures() -> Iterator[None]:
-    """While within, this thread may allocate and pin though another thread captures a CUDA graph.
+    """Allow this thread to allocate and pin memory while another thread captures a CUDA graph.
 
-    By default that would fail here, and spoil the capture there: cuThreadExchangeStreamCaptureMode in
+    By default, this would fail here and invalidate the capture there: cuThreadExchangeStreamCaptureMode in
     https://docs.nvidia.com/cuda/cuda-driver-api/group__CUDA__STREAM.html.
     """
     driver, mode = cuda_driver(), ctypes.c_int(2)  # CU_STREAM_CAPTURE_MODE_RELAXED
     if driver is not None:
-        driver.cuThreadExchangeStreamCaptureMode(ctypes.byref(mode))  # leaves the former mode in `mode`
+        driver.cuThreadExchangeStreamCaptureMode(ctypes.byref(mode))  # stores the previous mode in `mode`
     try:
         yield
     finally:
@@ -113,35 +113,35 @@ def outside_captures() -> Iterator[None]:
 
 
 def cache_folder() -> Path:
-    """Where this user's caches of kvkit are: kvkit below $XDG_CACHE_HOME or ~/.cache.
+    """Return the folder of this user's kvkit caches: kvkit in $XDG_CACHE_HOME or ~/.cache.
 
     Raises:
-        FileNotFoundError: there is neither that nor a home.
+        FileNotFoundError: neither $XDG_CACHE_HOME nor a home folder exists.
     """
     try:
         return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "kvkit"
-    except RuntimeError as error:  # a container's user may be in no table of users
+    except RuntimeError as error:  # a container's user may have no passwd entry
         raise FileNotFoundError(f"there is no home ({error}); set HOME or XDG_CACHE_HOME") from error
 
 
 def verdict_path(kind: str, name: str) -> Path:
-    """Where what was measured of a model's weights is kept, for who wants to know whether they are fit.
+    """Return the path of a verdict: the stored measurements of a model's weights.
 
     Args:
-        kind: what for, such as "blend".
-        name: what that one calls the weights.
+        kind: feature that was measured, such as "blend".
+        name: the caller's name for the weights.
 
     Raises:
-        FileNotFoundError: as `cache_folder`.
+        FileNotFoundError: see `cache_folder`.
     """
     return cache_folder() / kind / f"{name}.json"
 
 
 def prepare_verdicts(kind: str) -> None:
-    """Make the folder of verdicts of a kind, so that nothing is measured for minutes that cannot be kept.
+    """Create the folder for a kind of verdict, to fail before a long measurement and not after it.
 
     Raises:
-        OSError: it cannot be written, or there is no home.
+        OSError: the folder cannot be written, or there is no home folder.
     """
     folder = cache_folder() / kind
     folder.mkdir(parents=True, exist_ok=True)
@@ -149,10 +149,10 @@ def prepare_verdicts(kind: str) -> None:
 
 
 def keep_verdict(kind: str, names: Iterable[str], content: Mapping[str, Any]) -> list[Path]:
-    """Write a verdict down under each name of the weights; returns where.
+    """Write a verdict under each of the weights' names; return the paths.
 
     Raises:
-        OSError: it cannot be written, or there is no home.
+        OSError: a file cannot be written, or there is no home folder.
     """
     paths = [verdict_path(kind, name) for name in names]
     for path in paths:
@@ -162,7 +162,7 @@ def keep_verdict(kind: str, names: Iterable[str], content: Mapping[str, Any]) ->
 
 
 def is_loopback(host: str) -> bool:
-    """Whether only this machine reaches `host`: an address that says so, or localhost."""
+    """Return whether `host` is a loopback address or localhost."""
     try:
         return ipaddress.ip_address(host).is_loopback
     except ValueError:
@@ -170,5 +170,5 @@ def is_loopback(host: str) -> bool:
 
 
 def printable(text: str) -> str:
-    """`text` with what a terminal would obey, or show as nothing, as escapes."""
+    """Escape characters of `text` that a terminal would interpret or not show."""
     return "".join(c if c.isprintable() else ascii(c)[1:-1] for c in text)

@@ -1,4 +1,4 @@
-"""What all settings share: files of them read, errors put in words, a command's options in groups."""
+"""Shared handling of settings: reading files, explaining errors, grouping a command's options."""
 
 from __future__ import annotations
 
@@ -19,20 +19,20 @@ from pydantic import BaseModel, ValidationError
 from kvkit.format.urls import shown
 
 ENVIRONMENT = "environment"
-TOO_DEEP = "it has tables or lists nested too deep to be read"
+TOO_DEEP = "tables or lists are nested too deep"
 _SECRET = {"token", "password", "options", "secret", "kvkit"}
-"""Settings whose values no message shows."""
+"""Settings with values that no message shows."""
 
 
 class ConfigError(ValueError):
-    """A setting is unknown or impossible. The message names the setting, the value and the choices."""
+    """A setting is unknown or invalid. The message names the setting, the value and the choices."""
 
 
 def read_toml(path: str | os.PathLike[str]) -> dict[str, Any]:
-    """What a TOML file says.
+    """Read and parse a TOML file.
 
     Raises:
-        ConfigError: it cannot be read, or is no TOML.
+        ConfigError: the file cannot be read or is not TOML.
     """
     try:
         return tomllib.loads(Path(path).read_text(encoding="utf-8"))
@@ -45,12 +45,13 @@ def read_toml(path: str | os.PathLike[str]) -> dict[str, Any]:
 def explain(
     error: ValidationError, model: type[BaseModel], source: str = "", values: Mapping[str, Any] | None = None
 ) -> str:
-    """What pydantic found wrong, a line each: its source, "setting = value: what is wrong; the choices".
+    """Format pydantic's errors, one per line: source, "setting = value: problem; the choices".
 
     Args:
-        model: whose settings they are.
-        source: of `values`, such as "kvkit.toml: "; what they do not have came from the environment.
-        values: None: all came from `source`.
+        model: model of the settings.
+        source: source of `values`, such as "kvkit.toml: "; settings not in `values` came from the
+            environment.
+        values: given settings; None: all came from `source`.
     """
     lines = []
     for entry in error.errors():
@@ -60,7 +61,7 @@ def explain(
 
 
 def _has(values: Any, path: tuple[str | int, ...]) -> bool:
-    """Whether a setting, or one that it is in, is among these."""
+    """Return whether `values` has this setting, or a value in place of one of its tables."""
     for part in path:
         if isinstance(values, dict):
             if part not in values:
@@ -79,7 +80,7 @@ def _explained(entry: Any, model: type[BaseModel]) -> str:
         return f"{where}: unknown setting; {hint}the settings here are {', '.join(known)}"
     secret = not _SECRET.isdisjoint(path)
     given = "" if secret or isinstance(entry["input"], dict) else shown(repr(entry["input"]))
-    # a password in an address without a scheme, of which `shown` knows nothing
+    # `shown` does not recognise a password in an address without a scheme
     login = "://" not in given and ":" in given.rpartition("@")[0]
     value = f" = {given}" if given and not login else ""
     hint = "; want bytes, or a number with a unit such as '4GiB'" if "byte_size" in entry["type"] else ""
@@ -88,7 +89,7 @@ def _explained(entry: Any, model: type[BaseModel]) -> str:
 
 
 def _section(model: type[BaseModel], path: Sequence[str | int]) -> type[BaseModel]:
-    """The model of the table that a setting is in."""
+    """Return the model of the table that contains a setting."""
 
     def models(annotation: Any) -> Iterator[type[BaseModel]]:
         if isinstance(annotation, type) and issubclass(annotation, BaseModel):
@@ -103,11 +104,11 @@ def _section(model: type[BaseModel], path: Sequence[str | int]) -> type[BaseMode
 
 
 def imported(place: str) -> Any:
-    """Import what "package.module:name" names.
+    """Import the object named by "package.module:name".
 
     Raises:
-        ImportError, AttributeError: there is no such module, or nothing of that name in it.
-        ValueError: one of the two is missing, or the module's name is relative.
+        ImportError, AttributeError: the module, or the name in it, does not exist.
+        ValueError: the module or the name is missing, or the module's name is relative.
     """
     module, _, name = place.partition(":")
     if not module or not name or module.startswith("."):
@@ -116,13 +117,13 @@ def imported(place: str) -> Any:
 
 
 def import_from_here() -> None:
-    """Have a command find modules in the current folder, after installed ones. Mutates `sys.path`."""
+    """Let a command import modules from the current folder, after installed ones. Mutates `sys.path`."""
     if (here := os.getcwd()) not in sys.path:
         sys.path.append(here)
 
 
 def grouped_options(command: Callable[..., None]) -> Callable[..., None]:
-    """`command` as typer takes it: of each parameter that is a dataclass, the fields are options."""
+    """Adapt `command` to typer: the fields of each dataclass parameter become options."""
     signature = inspect.signature(command, eval_str=True)
     flat: list[inspect.Parameter] = []
     groups: dict[str, tuple[Any, list[str]]] = {}

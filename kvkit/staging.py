@@ -1,4 +1,4 @@
-"""Staging memory: fixed-size slots of one arena, leased and returned; waiting has a deadline."""
+"""Staging memory: fixed-size slots of one arena, leased and returned, with a timeout on waits."""
 
 from __future__ import annotations
 
@@ -27,30 +27,30 @@ from kvkit.workers import ForkGuard, Stopped
 log = logging.getLogger(__name__)
 PAGE_BYTES = mmap.PAGESIZE
 RECLAIM_S = 0.25
-"""Who waits for slots asks for them again after so many seconds."""
+"""Seconds between the requests of a waiting caller that others give up slots."""
 _PREFAULT_BYTES = 8 << 20
 _HUGE_PAGE = 2 << 20
 _TRIES = 64
-"""To map at a multiple of it."""
+"""Attempts to map memory at a multiple of `_HUGE_PAGE`."""
 _PORTABLE_AND_MAPPED = 1 | 2
-"""cudaHostRegister's flags: pinned for every GPU of the process, and in reach of their kernels."""
+"""Flags of cudaHostRegister: pinned for every GPU of the process, and mapped for their kernels."""
 
 
 class StagingError(ValueError):
-    """A size is impossible, or a lease is used after its release."""
+    """A size is invalid, or a lease is used after its release."""
 
 
 class StagingTimeout(TimeoutError):
-    """No slot came free before the deadline."""
+    """Too few slots came free before the deadline."""
 
 
 class Lease:
-    """One reference to a slot, which returns to the arena when the last is released.
+    """A reference to a slot. The slot returns to the arena when its last reference is released.
 
-    A context manager: leaving it releases. Reading and writing `array` or `buffer` is safe until then.
+    A context manager that releases the lease. `array` and `buffer` are valid until the release.
 
     Attributes:
-        slot: its index.
+        slot: index of the slot.
     """
 
     __slots__ = ("_arena", "_released", "slot")
@@ -68,12 +68,12 @@ class Lease:
 
     @property
     def buffer(self) -> memoryview:
-        """The same as a memoryview."""
+        """The memory of the slot, as a memoryview."""
         return self._arena.view(self.slot)
 
     @property
     def used(self) -> int:
-        """Bytes of the slot that hold a record; the same for every reference to the slot."""
+        """Bytes of the slot that hold a record; shared by all references to the slot."""
         return self._arena.used[self.slot]
 
     @used.setter
@@ -86,15 +86,20 @@ class Lease:
         return self.array[: self.used]
 
     def same_slot(self, other: Lease) -> bool:
-        """Whether both are references to one slot."""
+        """Return whether both leases refer to the same slot."""
         return self._arena is other._arena and self.slot == other.slot
 
     def share(self) -> Lease:
-        """Another reference to the same slot, to be released on its own."""
+        """Return another reference to the slot, to be released separately."""
         return self._arena._share(self)
 
     def release(self) -> None:
-        """Give this reference back: once, or it raises `StagingError`; in a fork, `Forked`."""
+        """Release this reference.
+
+        Raises:
+            StagingError: it was released before.
+            Forked: this is a fork of the process that has the arena.
+        """
         self._arena._release(self)
 
     def __enter__(self) -> Lease:
@@ -106,20 +111,22 @@ class Lease:
 
 
 def release_all(leases: Iterable[Lease]) -> None:
-    """Release every one of `leases`."""
+    """Release all of `leases`."""
     for lease in leases:
         lease.release()
 
 
 class Arena(ABC):
-    """Slots of one memory, and how many references there are to each. Thread-safe.
+    """Slots of one memory, with a reference count each. Thread-safe.
 
-    A background thread touches the pages, and pins them where CUDA is there, through the GPU that is current
-    where the arena is made. It belongs to the process that made it: in a fork of that, leases are refused.
+    A background thread faults in the memory and, if CUDA is available, pins it through the GPU that is
+    current where the arena is created. An arena belongs to the process that created it: in a fork, lease
+    operations raise `Forked`.
 
     Args:
-        memory: a multiple of `slot_bytes`, which is one of whole pages.
-        what: as errors call it.
+        memory: memory of a multiple of `slot_bytes` bytes.
+        slot_bytes: bytes of a slot, a multiple of the page size.
+        what: the arena's name in errors.
 
     Attributes:
         arrays: the memory, uint8 [slots, slot_bytes].
@@ -128,7 +135,7 @@ class Arena(ABC):
 
     def __init__(self, memory: mmap.mmap, slot_bytes: int, what: str) -> None:
         self._memory = memory
-        with suppress(OSError):  # a kernel without them
+        with suppress(OSError):  # the kernel has no huge pages
             memory.madvise(mmap.MADV_HUGEPAGE)
         self._fork_guard = ForkGuard(what)
         self.slot_bytes = slot_bytes
@@ -139,7 +146,7 @@ class Arena(ABC):
         self._references = [0] * self.slots
         self._changed = threading.Condition()
         self._closed = False
-        self._pinned: int | None = None  # the address that CUDA knows
+        self._pinned: int | None = None  # the address registered with CUDA
         self._gpu = _current_gpu()
         self.ready = threading.Event()
         self._toucher = threading.Thread(target=self._touch, name="kvkit-prefault", daemon=True)
@@ -147,15 +154,15 @@ class Arena(ABC):
 
     @property
     def buffers(self) -> list[memoryview]:
-        """Of every slot, its memory."""
+        """The memory of every slot."""
         return [self.view(slot) for slot in range(self.slots)]
 
     def view(self, slot: int) -> memoryview:
-        """The memory of a slot."""
+        """Return the memory of a slot."""
         return self._whole[slot * self.slot_bytes : (slot + 1) * self.slot_bytes]
 
     def close(self) -> None:
-        """Refuse new leases and wake those who wait. The memory lives until its last view is gone."""
+        """Refuse new leases and wake waiting callers. The memory lives until its last view is gone."""
         with self._changed:
             self._closed = True
             self._changed.notify_all()
@@ -180,7 +187,7 @@ class Arena(ABC):
             return Lease(self, lease.slot)
 
     def _drop(self, lease: Lease) -> bool:
-        """Count a reference less, under the lock; whether it was the slot's last."""
+        """Drop a reference, under the lock; return whether it was the slot's last."""
         if lease._released:
             raise StagingError(f"slot {lease.slot}: released twice")
         lease._released = True
@@ -188,21 +195,21 @@ class Arena(ABC):
         return not self._references[lease.slot]
 
     def _touch(self) -> None:
-        """Have the memory backed, and pinned for a GPU."""
+        """Fault in the memory, and pin it for a GPU."""
         prefault(self._memory, lambda: self._closed)
         try:
             torch = sys.modules.get("torch")
             if torch is not None and torch.cuda.is_available() and not self._closed:
                 self._pin(torch.cuda)
-        except RuntimeError as error:  # torch's; the fork of a process that used CUDA cannot
+        except RuntimeError as error:  # from torch, such as in a fork of a process that used CUDA
             log.warning("staging memory could not be pinned (%s); transfers are slower", error)
         finally:
             self.ready.set()
 
     def _pin(self, cuda: Any) -> None:
-        """By the module `torch.cuda`."""
+        """Pin the memory with CUDA, given the module `torch.cuda`."""
         address = self.arrays[0].ctypes.data
-        # a new thread is on GPU 0, and would make a context there for every rank of an engine
+        # a new thread starts on GPU 0, and would create a context there for every rank of an engine
         with cuda.device(self._gpu), outside_captures():
             error = int(cuda.cudart().cudaHostRegister(address, len(self._memory), _PORTABLE_AND_MAPPED))
         if error:
@@ -213,16 +220,16 @@ class Arena(ABC):
 class Staging(Arena):
     """An arena of `slots` slots of `slot_bytes` bytes (rounded up to whole pages). Thread-safe.
 
-    Start-up is instant: the memory is touched in the background. Nothing that a fork writes to a slot reaches
-    this memory.
+    Construction returns at once; a background thread faults in the memory. A fork's writes to a slot never
+    reach this memory.
 
     Args:
-        shared: have the memory in a file without a name (memfd), so that other processes of this host can
-            map it. It can neither shrink nor grow, and is gone with the last process that has it. Forks do
-            not have it mapped: one that touches a slot dies of SIGSEGV.
+        shared: put the memory in an anonymous file (memfd), for other processes of this host to map. Its size
+            is fixed, and it is freed with the last process that has it. Forks do not map it: touching a slot
+            in one causes SIGSEGV.
 
     Attributes:
-        descriptor: the file of a shared arena until `close`, else None.
+        descriptor: file descriptor of a shared arena until `close`, else None.
 
     Raises:
         StagingError: a size is below 1.
@@ -248,45 +255,51 @@ class Staging(Arena):
 
     @property
     def free(self) -> int:
-        """Slots that nobody holds."""
+        """Number of slots without a lease."""
         return len(self._free)
 
     @property
     def waiting(self) -> int:
-        """Callers of `acquire` that have no slots yet."""
+        """Number of callers of `acquire` that wait for slots."""
         return len(self._waiting)
 
     def on_shortage(self, reclaim: Callable[[int], None]) -> None:
-        """Have `reclaim` called with the number of slots that somebody is about to wait for, or still lacks.
+        """Register `reclaim`, called with the number of missing slots before a caller waits for them.
 
-        Who keeps slots after that looks at `waiting`: a caller waits before it has others reclaim.
+        The caller counts in `waiting` before `reclaim` is called, so a holder that keeps slots after that can
+        check `waiting`.
         """
         with self._changed:
             self._reclaims.append(reclaim)
 
     def off_shortage(self, reclaim: Callable[[int], None]) -> None:
-        """Call `reclaim` no more."""
+        """Unregister `reclaim`."""
         with self._changed:
             self._reclaims.remove(reclaim)
 
     def when_freed(self, freed: Callable[[], None]) -> None:
-        """Have `freed` called after a slot came free, by the thread that released it. It must not raise."""
+        """Register `freed`, called by the releasing thread after a slot came free. It must not raise."""
         with self._changed:
             self._when_freed.append(freed)
 
     def acquire(
         self, at_most: int, timeout_s: float, at_least: int = 1, stopped: Callable[[], bool] = lambda: False
     ) -> list[Lease]:
-        """Lease `at_least` slots, or a multiple of that up to `at_most`; waits only for the least.
+        """Lease `at_least` slots, or a multiple up to `at_most` if free; wait only for `at_least`.
 
-        First come, first served. A caller that never waits while it holds leases cannot deadlock with others:
-        take what is given, use it, release it, ask again.
+        First come, first served. To avoid deadlocks, callers must not wait while holding leases: they use and
+        release the slots they get before they acquire more.
+
+        Args:
+            stopped: returns whether to end the wait; must not take locks. Call `wake` when it may have become
+                true.
 
         Raises:
             Forked: this is a fork of the process that has the arena.
-            Stopped: `stopped`, which must not lock, ended the wait; call `wake` when it may have turned true.
-            StagingTimeout: fewer than `at_least` came free within `timeout_s` seconds.
-            StagingError: the arena is closed or smaller than `at_least`, or `at_most` is below that.
+            Stopped: `stopped` ended the wait.
+            StagingTimeout: fewer than `at_least` slots came free within `timeout_s` seconds.
+            StagingError: the arena is closed or has fewer than `at_least` slots, or `at_most` is below
+                `at_least`.
         """
         if not 1 <= at_least <= min(at_most, self.slots):
             raise StagingError(
@@ -324,15 +337,15 @@ class Staging(Arena):
                 self._changed.notify_all()
 
     def wake(self) -> None:
-        """Have those who wait look again whether they were stopped."""
+        """Make waiting callers check again whether they were stopped."""
         with self._changed:
             self._changed.notify_all()
 
     def check_integrity(self) -> None:
-        """Prove that no slot is lost or counted twice.
+        """Check that no slot is lost or counted twice.
 
         Raises:
-            AssertionError: one is. This is a defect in kvkit.
+            AssertionError: a slot is, which is a defect in kvkit.
         """
         with self._changed:
             free = Counter(self._free)
@@ -370,18 +383,18 @@ class Staging(Arena):
 
 
 def _current_gpu() -> int:
-    """The calling thread's current CUDA device; 0 where nothing has used CUDA yet, which this does not."""
+    """Return the calling thread's CUDA device, or 0 if CUDA is unused so far. Does not initialise CUDA."""
     torch = sys.modules.get("torch")
     return torch.cuda.current_device() if torch is not None and torch.cuda.is_initialized() else 0
 
 
 def prefault(memory: mmap.mmap, stopped: Callable[[], bool], start: int = 0, stop: int | None = None) -> None:
-    """Fault in bytes `start` to `stop` (None: the end), by pieces, until `stopped`: the first touch of a page
-    costs more than a copy of it. Then have the kernel make huge pages of it, which files get no other way by
-    default: what lies there is read in half the time.
+    """Fault in bytes `start` to `stop` (None: the end) in pieces, until `stopped`, and make huge pages.
 
-    On a virtual machine it can cost a thousand times as much. Python's own madvise keeps every other thread
-    waiting meanwhile; one that is called through ctypes does not.
+    The first touch of a page costs more than a copy of it; on a virtual machine it can cost a thousand times
+    as much. Memory of files gets huge pages only on request by default; reads from them take half the time.
+
+    Calls madvise through ctypes, because Python's own blocks all other threads meanwhile.
     """
     populate, collapse = getattr(mmap, "MADV_POPULATE_WRITE", 23), getattr(mmap, "MADV_COLLAPSE", 25)
     madvise = ctypes.CDLL(None).madvise
@@ -390,20 +403,20 @@ def prefault(memory: mmap.mmap, stopped: Callable[[], bool], start: int = 0, sto
     end = len(memory) if stop is None else stop
     for first in range(start, end, _PREFAULT_BYTES):
         size = min(_PREFAULT_BYTES, end - first)
-        # fails before Linux 5.14: pages come in on use
+        # fails before Linux 5.14: pages are then faulted in on use
         if stopped() or madvise(base + first, size, populate):
             break
         inner = -(-(base + first) // _HUGE_PAGE) * _HUGE_PAGE
         pages = (base + first + size - inner) // _HUGE_PAGE
-        if pages > 0 and not stopped():  # fails before Linux 6.1, and where there are no huge pages left
+        if pages > 0 and not stopped():  # fails before Linux 6.1, and if no huge pages are left
             madvise(inner, pages * _HUGE_PAGE, collapse)
 
 
 def map_shared(descriptor: int, size: int, offset: int = 0) -> mmap.mmap:
-    """A file's memory, where it can be at a multiple of a huge page, as `prefault` needs it for huge pages.
+    """Map a file, if possible at a multiple of the huge page size, as `prefault` needs it.
 
-    `mmap.mmap` is not told where to map, and Linux maps right below what it mapped before: memory in between
-    moves it there.
+    `mmap.mmap` takes no address, and Linux maps right below the previous mapping, so padding mappings in
+    between move the next one.
     """
     memory = mmap.mmap(descriptor, size, offset=offset)
     between: list[mmap.mmap] = []
@@ -412,7 +425,7 @@ def map_shared(descriptor: int, size: int, offset: int = 0) -> mmap.mmap:
             start: int = np.frombuffer(memory, np.uint8).ctypes.data
             if not start % _HUGE_PAGE:
                 break
-            # larger than what fits between other mappings
+            # too large to fit between other mappings
             gap = (start - size) % _HUGE_PAGE + 16 * _HUGE_PAGE
             between += [memory, mmap.mmap(-1, gap, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS, prot=0)]
             memory = mmap.mmap(descriptor, size, offset=offset)
@@ -420,18 +433,18 @@ def map_shared(descriptor: int, size: int, offset: int = 0) -> mmap.mmap:
 
 
 def keep_from_forks(memory: mmap.mmap) -> None:
-    """Have no fork map `memory`, nor unmap what it has itself at that address when it lets go of it."""
+    """Keep forks from mapping `memory`, and from unmapping their own memory at its address."""
     memory.madvise(mmap.MADV_DONTFORK)
     os.register_at_fork(after_in_child=partial(_outlive, weakref.ref(memory)))
 
 
 def _outlive(memory: weakref.ref[mmap.mmap]) -> None:
-    """In a fork: have an object that others may have a part in never deleted, as hooks never are."""
+    """Keep the mmap object alive forever in a fork, by a reference from an at-fork hook."""
     os.register_at_fork(before=partial(id, memory()))
 
 
 def _sealed_memory(size: int) -> int:
-    """A memfd of `size` bytes that nobody can truncate under those who have it mapped."""
+    """Create a memfd of `size` bytes that nobody can truncate while others map it."""
     descriptor = os.memfd_create("kvkit-staging", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
     try:
         os.ftruncate(descriptor, size)

@@ -1,4 +1,4 @@
-"""Threads that never keep a process alive, and what they carry out; of no use to a fork of their process."""
+"""Daemon threads and the jobs they run; unusable in a fork of their process."""
 
 from __future__ import annotations
 
@@ -15,19 +15,19 @@ T = TypeVar("T")
 
 
 class Closed(RuntimeError):
-    """Work was given to threads that were told to end, or that cannot be started."""
+    """A job was given to closed workers, or no thread can be started."""
 
 
 class Stopped(RuntimeError):
-    """Nobody wants the result any more."""
+    """The result is no longer needed."""
 
 
 class Forked(RuntimeError):
-    """What one process opened is used in a fork of it, which has neither its threads nor its memory."""
+    """An object is used in a fork of its process, which has neither its threads nor its memory."""
 
 
 class ForkGuard:
-    """The process that opened something, and what that is called in errors."""
+    """The process that opened an object, and the object's name in errors."""
 
     def __init__(self, what: str) -> None:
         self._what = what
@@ -35,11 +35,11 @@ class ForkGuard:
 
     @property
     def is_here(self) -> bool:
-        """Whether this is that process."""
+        """True if this is the process that opened the object."""
         return os.getpid() == self._pid
 
     def check(self) -> None:
-        """Raise `Forked` in a fork: before it takes a lock that a thread of its parent may have held."""
+        """Raise `Forked` in a fork. Call before taking locks, which the parent's threads may have held."""
         if not self.is_here:
             raise Forked(
                 f"{self._what} was opened in process {self._pid}, and this is process {os.getpid()}, forked "
@@ -48,14 +48,14 @@ class ForkGuard:
 
 
 class Workers:
-    """Up to `count` daemon threads that take jobs in order, urgent ones first. Thread-safe.
+    """Up to `count` daemon threads that run jobs in order, urgent ones first. Thread-safe.
 
-    A thread is started when there is a job that no other is free for. (`concurrent.futures` joins its threads
-    at exit: one that hangs in a dead mount would hang the process.)
+    A thread is started when a job finds no idle thread. (`concurrent.futures` joins its threads at exit, so
+    one that hangs in a dead mount would hang the process.)
 
     Attributes:
-        count: threads, at most.
-        name: of each of them, with a number.
+        count: maximum number of threads.
+        name: prefix of the threads' names, followed by a number.
     """
 
     def __init__(self, count: int, name: str) -> None:
@@ -71,32 +71,32 @@ class Workers:
 
     @property
     def waiting(self) -> int:
-        """Jobs that no thread has taken yet."""
+        """Number of jobs that no thread has taken yet."""
         return len(self._urgent) + len(self._jobs)
 
     def start(self, *jobs: Callable[[], None], urgent: bool = False) -> None:
-        """Have `jobs` run; they must not raise.
+        """Run `jobs`, which must not raise, in the threads.
 
         Raises:
-            Closed: `close` was called, or there is no thread and none can be started.
-            Forked: this is another process.
+            Closed: `close` was called, or no thread is running and none can be started.
+            Forked: this is a fork.
         """
         self._fork_guard.check()
         with self._changed:
             if self._closed:
-                raise Closed("these threads were told to end")
+                raise Closed("these threads are closed")
             self._grow(self.waiting + len(jobs) - self._idle)
             (self._urgent if urgent else self._jobs).extend(jobs)
             self._changed.notify(len(jobs))
 
     def submit(self, function: Callable[[], T], urgent: bool = False) -> Future[T]:
-        """Have `function` run, unless the future is cancelled before; what it returns or raises is in it."""
+        """Run `function` in a thread; the future has its result or exception. `cancel` prevents its start."""
         future: Future[T] = Future()
         self.start(partial(_carry_out, function, future), urgent=urgent)
         return future
 
     def close(self, timeout_s: float | None = None) -> bool:
-        """Finish what was given, end the threads; whether all ended within `timeout_s` (None: wait)."""
+        """Finish queued jobs and end the threads; return whether all ended in `timeout_s` (None: wait)."""
         with self._changed:
             self._closed = True
             self._changed.notify_all()
@@ -106,13 +106,13 @@ class Workers:
         return not any(thread.is_alive() for thread in self._threads)
 
     def _grow(self, missing: int) -> None:
-        """Start up to `missing` more threads. With one or more running, less will do."""
+        """Start up to `missing` more threads; fewer are enough if at least one is running."""
         for _ in range(min(missing, self.count - len(self._threads))):
             name = f"{self.name}-{len(self._threads)}"
             thread = threading.Thread(target=self._work, name=name, daemon=True)
             try:
                 thread.start()
-            except RuntimeError as error:  # the process has as many as it may
+            except RuntimeError as error:  # the process's thread limit
                 if not self._threads:
                     raise Closed(f"{name}: {error}") from error
                 return
@@ -128,13 +128,13 @@ class Workers:
                 self._idle -= 1
                 job = (self._urgent or self._jobs).popleft()
             job()
-            del job  # or an idle thread would keep what it was about
+            del job  # or an idle thread would keep the job's objects alive
             with self._changed:
                 self._idle += 1
 
 
 def submit(function: Callable[[], T], name: str) -> Future[T]:
-    """Run `function` in a new daemon thread of that name; the future has what it returns or raises.
+    """Run `function` in a new daemon thread of this name; the future has its result or exception.
 
     Raises:
         Closed: no thread can be started.
@@ -142,17 +142,19 @@ def submit(function: Callable[[], T], name: str) -> Future[T]:
     future: Future[T] = Future()
     try:
         threading.Thread(target=_carry_out, args=(function, future), name=name, daemon=True).start()
-    except RuntimeError as error:  # the process has as many as it may
+    except RuntimeError as error:  # the process's thread limit
         raise Closed(f"{name}: {error}") from error
     return future
 
 
 def within(timeout_s: float, function: Callable[[], T], name: str) -> T:
-    """Return what `function` does, or raise, within `timeout_s` seconds; a late one goes on in its thread.
+    """Run `function` in a new thread, and return its result or raise its exception within `timeout_s` s.
+
+    A late call continues in its thread.
 
     Raises:
-        TimeoutError: it is late.
-        Closed: as `submit`.
+        TimeoutError: the call is late.
+        Closed: see `submit`.
     """
     return submit(function, name).result(timeout_s)
 
@@ -160,11 +162,11 @@ def within(timeout_s: float, function: Callable[[], T], name: str) -> T:
 class Transfer(Future[T]):
     """The future result of a load, a store or a prefetch.
 
-    While it is under way the engine's pages are in use: `cancel` asks it to stop, and the future completes,
-    soon, with what was moved by then. Only a transfer that had not begun becomes cancelled.
+    The engine's pages are in use until it completes. `cancel` asks it to stop; the future then completes
+    soon, with what was moved by then. Only a transfer that has not begun is marked as cancelled.
 
     Attributes:
-        pages: held while a store reads the engine's pages.
+        pages: lock, held while a store reads the engine's pages.
     """
 
     def __init__(self) -> None:
@@ -175,33 +177,33 @@ class Transfer(Future[T]):
 
     @property
     def stopped(self) -> bool:
-        """Whether someone asked it to stop."""
+        """True if `cancel` was called."""
         return self._stop.is_set()
 
     def cancel(self) -> bool:
-        """Ask it to stop; True if it had not begun, and so moves nothing."""
+        """Ask the transfer to stop; return True if it had not begun, and so moves nothing."""
         self._stop.set()
         self._wake()
         return super().cancel()
 
     def release_pages(self) -> None:
-        """Have a store read the engine's pages no more: they may change when this returns.
+        """Stop reading the engine's pages; they may change when this returns.
 
-        Waits for a copy that is under way, never for a tier or a slot. What was copied is still stored.
+        Waits for a copy in progress, never for a tier or a slot. Chunks already copied are still stored.
         """
         self.cancel()
         with self.pages:
             pass
 
     def when_stopped(self, wake: Callable[[], None]) -> None:
-        """Have `wake` called when someone asks it to stop; at once if someone has. Replaces the last one."""
+        """Call `wake` on `cancel`, or at once if already cancelled. Replaces the previous `wake`."""
         self._wake = wake
         if self._stop.is_set():
             wake()
 
     @staticmethod
     def start(workers: Workers, move: Callable[[Transfer[T]], T], urgent: bool = False) -> Transfer[T]:
-        """Have one of `workers` carry out `move`, which looks at `stopped` now and then: see `start`."""
+        """Run `move` in a thread of `workers`; it checks `stopped`. Raises the errors of `Workers.start`."""
         transfer: Transfer[T] = Transfer()
         workers.start(partial(_carry_out, partial(move, transfer), transfer), urgent=urgent)
         return transfer

@@ -294,7 +294,7 @@ def test_flush_gives_up_at_its_deadline(tmp_path: Path) -> None:
         table = engine.table(8)
         engine.compute(tokens, table)
         cache.store(tokens, engine.places(table))
-        with pytest.raises(CacheTimeout, match="1 puts are still under way"):
+        with pytest.raises(CacheTimeout, match="1 puts are still in flight"):
             cache.flush()
         stuck.release()
         cache.flush(10)

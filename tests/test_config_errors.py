@@ -113,8 +113,8 @@ DECODE = HANDOFF | {"role": "decode"}
         ({"handoff": HANDOFF | {"tls_key": "/x"}}, ["handoff:", "tls_certificate and tls_key go together"]),
         ({"handoff": HANDOFF | {"idle_timeout_s": 0}}, ["handoff.idle_timeout_s = 0", "greater than 0"]),
         ({"handoff": HANDOFF | {"transfer_timeout_s": float("inf")}}, ["handoff.transfer_timeout_s = inf"]),
-        ({"tiers": DISK, "handoff": HANDOFF | {"peers": {"disk": UNIX}}}, ["tier 'disk' is there twice"]),
-        ({"handoff": HANDOFF | {"peers": {"handoff": UNIX}}}, ["tier 'handoff' is there twice"]),
+        ({"tiers": DISK, "handoff": HANDOFF | {"peers": {"disk": UNIX}}}, ["tier name 'disk' is used twice"]),
+        ({"handoff": HANDOFF | {"peers": {"handoff": UNIX}}}, ["tier name 'handoff' is used twice"]),
         (
             {"tiers": DISK, "handoff": DECODE, "policy": {"store_to": ["disk", "handoff"]}},
             ["store_to='handoff': role = 'decode' sends nothing; the choices are disk"],
@@ -239,7 +239,7 @@ def test_a_single_folder_is_not_looked_at_while_settings_are_read(monkeypatch: p
         ({"staging": "1kB", "tiers": DISK}, ["staging=1000B", "2 slots of"]),
         ({"tiers": {**DISK, "memory": {"capacity": 4095}}}, ["tier 'memory'", "4095", "at least 1"]),
         ({"tiers": {**DISK, "far": {"url": "nowhere://x"}}}, ["tier 'far'", "nowhere://x", "memory"]),
-        ({"tiers": {"memory": {"capacity": "8000PiB"}}}, ["memory tiers", "7.8EiB", "cannot be had"]),
+        ({"tiers": {"memory": {"capacity": "8000PiB"}}}, ["memory tiers", "7.8EiB", "cannot be allocated"]),
         ({"handoff": HANDOFF | {"buffer": 4096}}, ["handoff: buffer=4.0KiB: a chunk takes 2 slots of 8192"]),
         (
             {"handoff": HANDOFF | {"max_prefill_tokens": 600}},

@@ -79,7 +79,7 @@ def test_a_cache_that_serves_is_seen_and_steered(tmp_path: Path) -> None:
         answer = ask(server, "POST", "/lookup", body | {"model": "m", "cache_salt": "another tenant"})[1]
         assert (answer["hit_tokens"], answer["by_tier"]) == (0, {})
         status, answer = ask(server, "POST", "/lookup", body | {"model": "another"})
-        assert (status, answer) == (404, {"error": "model = 'another': not known here; known is 'm'"})
+        assert (status, answer) == (404, {"error": "model = 'another': not known here; want 'm'"})
         assert cache.counts().queries == asked.queries + 2
         assert (cache.counts().lookups, cache.counts().hit_tokens) == (asked.lookups, asked.hit_tokens)
         assert ask(server, "POST", "/pin", body | {"seconds": 60})[1] == {"pinned_tokens": 24}

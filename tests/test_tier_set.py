@@ -158,7 +158,7 @@ def test_neither_loads_nor_stores_wait_for_a_description(tmp_path: Path) -> None
         table = engine.table(len(tokens))
         engine.compute(tokens, table)
         assert cache.store(tokens, engine.places(table)).new_tokens == len(tokens)
-        with pytest.raises(CacheTimeout, match="puts are still under way"):
+        with pytest.raises(CacheTimeout, match="puts are still in flight"):
             cache.flush(0.0)
         disk.gate.set()
         cache.flush()

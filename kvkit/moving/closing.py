@@ -1,4 +1,4 @@
-"""End what a cache has begun under one deadline, and say what it leaves unsaved."""
+"""Closing a cache: finish pending work under one deadline, and log what is not saved."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from kvkit.workers import Workers
 log = logging.getLogger(__name__)
 
 TIERS_S = 1.0
-"""Seconds of the time for all, but no more than a quarter of it, that tiers have to close in."""
+"""Seconds reserved for closing the tiers, at most a quarter of the total time."""
 
 
 def close(puts: WritePipeline, background: Sequence[Workers], timeout_s: float) -> None:
-    """Save what was begun, end the threads, close the tiers: all of it within `timeout_s` seconds.
+    """Finish pending puts, end the threads and close the tiers, within `timeout_s` seconds in all.
 
-    A line says what there is to save before anything is waited for: a process that is killed meanwhile has
-    said it. Another names what was not saved.
+    Logs what is to be saved before waiting, in case the process is killed meanwhile, and at the end what was
+    not saved.
 
     Args:
         background: threads of lookups, prefetches, loads and stores.
@@ -31,12 +31,12 @@ def close(puts: WritePipeline, background: Sequence[Workers], timeout_s: float) 
         if left := puts.left():
             log.info("close: saving %s; at most %.1f s", left, timeout_s)
         for workers in background:
-            workers.close(0.0)  # none takes up more while others are waited for
+            workers.close(0.0)  # stops them all from taking new jobs before waiting for any
         for workers in background:
             if not workers.close(_left_s(saved_by)):
-                log.warning("close: a job of %r has not ended; it is left", workers.name)
+                log.warning("close: a job of %r has not ended and is abandoned", workers.name)
         puts.outstanding.wait(_left_s(saved_by))
-    except BaseException as error:  # a second signal: what follows may be SIGKILL
+    except BaseException as error:  # a second signal: SIGKILL may follow
         until, why = time.monotonic(), f"before {type(error).__name__}"
         raise
     finally:

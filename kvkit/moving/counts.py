@@ -1,4 +1,4 @@
-"""What a cache counts: plain data, added to under the cache's lock and copied out for whoever asks."""
+"""Counters of a cache: plain data, updated and copied under the cache's lock."""
 
 from __future__ import annotations
 
@@ -12,19 +12,19 @@ from kvkit.format.record import Damage
 Direction = Literal["get", "put"]
 
 SECONDS = tuple(float(f"{step}e{power}") for power in range(-5, 2) for step in (1, 2, 5))
-"""Upper bounds of the buckets of a time: 10 µs to 50 s."""
+"""Upper bounds of the buckets for durations: 10 µs to 50 s."""
 
 BYTES_PER_SECOND = tuple(float(f"{step}e{power}") for power in range(6, 11) for step in (1, 2, 5))
-"""Upper bounds of the buckets of a throughput: 1 MB/s to 50 GB/s."""
+"""Upper bounds of the buckets for throughput: 1 MB/s to 50 GB/s."""
 
 
 @dataclass(slots=True)
 class Histogram:
-    """How often values fell between fixed bounds.
+    """Counts of values between fixed bounds.
 
     Attributes:
-        bounds: ascending; a value belongs to the first bound that is not below it.
-        buckets: values per bound, and at the end those above the last.
+        bounds: ascending upper bounds, inclusive.
+        buckets: values per bound, then those above the last bound.
         total: sum of the values.
     """
 
@@ -44,13 +44,14 @@ class Histogram:
 
     @property
     def count(self) -> int:
-        """Values so far."""
+        """Number of values."""
         return sum(self.buckets)
 
     def quantile(self, share: float) -> float | None:
-        """The value that `share` (0 to 1) of the values do not exceed; None of no values.
+        """Return the value that `share` (0 to 1) of the values do not exceed; None without values.
 
-        As Prometheus reckons it: evenly spread within a bucket, and the last bound for what lies above it.
+        Interpolates as Prometheus does: linearly within a bucket; above the last bound, it returns that
+        bound.
         """
         rank, below, lower = share * self.count, 0, 0.0
         for count, bound in zip(self.buckets, self.bounds, strict=False):
@@ -60,7 +61,7 @@ class Histogram:
         return self.bounds[-1] if self.count else None
 
     def copy(self) -> Histogram:
-        """One that does not change with this."""
+        """Return an independent copy."""
         return Histogram(self.bounds, self.buckets.copy(), self.total)
 
 
@@ -69,27 +70,27 @@ Key = tuple[str, Direction]
 
 @dataclass(slots=True)
 class Counts:
-    """What happened since the cache was opened. No locks: whoever owns it has one.
+    """Counters since the cache was opened. Not thread-safe: the owner locks.
 
     Attributes:
-        lookups, lookup_tokens: calls of lookup, and the tokens of whole chunks that were asked for.
-        queries: questions for what is held by who loads nothing; no lookups.
-        hit_tokens: tokens that a lookup found, by tier.
-        approximate_tokens: those of them that are kept with fewer bits, by tier.
-        declined_tokens: tokens that a lookup found and left out, as computing them is faster, by tier.
-        loaded_tokens, loaded_bytes: what was put into the engine, verified, by the tier it came from.
-        stored_records, stored_bytes: what was put completely, by tier; written-back records are among them.
-        snapshot_records: those of stored_records that are of states, by tier.
-        written_back_records: records that were put completely after a load from another tier, by tier.
-        evicted_records: records that a tier evicted, by tier.
-        refused: records that a tier had no room for, whatever it evicted, or had no slots for while its puts
+        lookups, lookup_tokens: lookups, and the tokens of whole chunks in them.
+        queries: lookups without a load; not in `lookups`.
+        hit_tokens: tokens found by lookups, by tier.
+        approximate_tokens: those of `hit_tokens` stored in fewer bits, by tier.
+        declined_tokens: tokens found but left out of the hit, because computing them is faster, by tier.
+        loaded_tokens, loaded_bytes: verified tokens and bytes loaded into the engine, by source tier.
+        stored_records, stored_bytes: records put completely, write-backs included, and their bytes, by tier.
+        snapshot_records: those of `stored_records` that hold states, by tier.
+        written_back_records: records put completely after a load from another tier, by tier.
+        evicted_records: records evicted, by tier.
+        refused: records refused because the tier had no room even after eviction, or no slots while its puts
             hung, by tier.
-        damaged: records that did not verify, by (tier, cause).
-        read_errors, write_errors: records that a tier failed to deliver or to take, by tier.
+        damaged: records that failed verification, by (tier, cause).
+        read_errors, write_errors: records that a tier failed to read or write, by tier.
         timeouts: answers that missed their deadline, by tier.
-        cancelled: loads, stores and prefetches that the caller called off.
-        blend_reused_tokens, blend_selected_tokens, blend_computed_tokens: of prompts that were blended,
-            tokens whose KV was found elsewhere, those among them that were recomputed, and tokens without KV.
+        cancelled: loads, stores and prefetches cancelled by the caller.
+        blend_reused_tokens, blend_selected_tokens, blend_computed_tokens: tokens of blended prompts: with
+            reused KV, those of them that were recomputed, and without KV.
         seconds, bytes_per_second: time and throughput of transfers, by (tier, direction); see `moved`.
     """
 
@@ -119,9 +120,9 @@ class Counts:
     bytes_per_second: dict[Key, Histogram] = field(default_factory=dict)
 
     def moved(self, tier: str, direction: Direction, size: int, seconds: float) -> None:
-        """Note a transfer: `size` bytes of one call of the tier's get or put. Mutates.
+        """Count a transfer: `size` bytes moved by one call of the tier's get or put. Mutates.
 
-        `seconds` are from the call to its last completion; a transfer that takes no time has no throughput.
+        `seconds` last from the call to its last completion; a transfer of 0 s counts no throughput.
         """
         key = (tier, direction)
         times = self.seconds.get(key)
@@ -133,7 +134,7 @@ class Counts:
             self.bytes_per_second[key].add(size / seconds)
 
     def copy(self) -> Counts:
-        """One that does not change with this: some 30 µs, to be taken under the owner's lock."""
+        """Return an independent copy (about 30 µs); call under the owner's lock."""
         return Counts(**{f.name: _copy(getattr(self, f.name)) for f in fields(self)})
 
 

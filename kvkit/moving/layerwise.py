@@ -1,15 +1,15 @@
-"""Loads and stores one layer at a time, so that an engine's layers compute while others are on their way.
+"""Loads and stores one layer at a time, so that the engine computes while other layers move.
 
-    for layer in cache.load_layers(hit, pages):   # layer's KV is in its pages, the next ones are being read
+    for layer in cache.load_layers(hit, pages):   # the layer's pages are filled, the next are read
         ...                                       # run that layer
     with cache.store_layers(tokens, pages) as store:
         ...                                       # run a layer
         store.layer(0)                            # its pages are packed, and may change again
-    store.stored                                  # how much that was
+    store.stored                                  # how much was stored
 
-Records are the same as everywhere: a layer is one byte range of each, and is verified alone. With its last
-layer comes what follows it, so that a record passes the checks of `Cache.load`; bytes added after it are not
-read. What was loaded is written back when its last layer was returned.
+Records are the same as elsewhere: a layer is one byte range of each record, and is verified alone. The read
+of the last layer includes the trailer, so a record passes the checks of `Cache.load`, but bytes appended to
+it are not read. The policy writes a run back after its last layer was returned.
 """
 
 from __future__ import annotations
@@ -42,33 +42,33 @@ from kvkit.workers import Closed, Workers
 log = logging.getLogger(__name__)
 
 LAYERS_AHEAD = 3
-"""Layers that are being read while one is used."""
+"""Layers that are read ahead while one is used."""
 
 Piece = npt.NDArray[np.uint8]
 Lend = Callable[[Sequence[str]], Sequence[Lease]]
-"""Gives slots for records of these names, in this order, or none."""
+"""Leases slots for records of these names, in this order; may return none."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Layer:
-    """One layer of the model, or some of its heads: the group it is in, its place there, and its pages."""
+    """One layer of the model, or some of its heads: its group, its index in the group, and its pages."""
 
     number: int
     group: int
     place: int
     pages: Pages
-    last: bool = True  # of its heads, in the order of `layers_of`
+    last: bool = True  # the last entry of its layer, in the order of `layers_of`
 
 
 @dataclass(eq=False, slots=True)
 class _LayeredRecord:
-    """One record of a load, and the slot that it lies in if it has one to itself.
+    """One record of a load, and its own slot, if it has one.
 
     Attributes:
-        whole: whether all of it lies, or is about to lie, in the slot. Else its layers are read to their
-            places there, one by one, so that it can be written back; the slot is given up where others wait.
-        coming: done when the tier has read it whole; None where it does not.
-        header: once it is verified.
+        whole: True if the slot holds the whole record, or will. Otherwise its layers are read to their places
+            there one by one, for a write-back; the slot is released if others wait for one.
+        coming: done when the tier has read the whole record; None if it does not.
+        header: the record's header, once verified.
     """
 
     chunk: int
@@ -83,9 +83,9 @@ class _LayeredRecord:
 
 @dataclass(frozen=True, slots=True)
 class _Reads:
-    """One layer on its way: a piece, its read and a share of its slot per chunk, and the slots.
+    """The reads of one layer: per chunk a piece, its read and a share of its slot; and the slots.
 
-    A share each: a read that comes too late must not write into another's slot.
+    Each read has its own share of the slot, so that a late one cannot write into a reused slot.
     """
 
     layer: _Layer
@@ -93,7 +93,7 @@ class _Reads:
     pieces: list[tuple[Piece, Future[None], Lease]] = field(default_factory=list)
 
     def end(self) -> None:
-        """Give the slots back, but for those that are being read into."""
+        """Release the slots, except those still being read into."""
         for _, read, share in self.pieces:
             if read.cancel():
                 share.release()
@@ -101,15 +101,16 @@ class _Reads:
 
 
 class LayerLoad:
-    """An iterator over the layers of a hit, in model order; each is in its pages when it is returned.
+    """An iterator over the layers of a hit, in model order. A returned layer's pages hold its KV.
 
-    A record that fails, or finds no room, ends the leading run before it for all layers that follow: `loaded`
-    says, once the iterator is used up, how many tokens are complete. All layers are returned whatever fails.
-    Only then the policy has that run written back, as far as there were slots to spare for its records: no
-    chunk is verified before its last layer is. Close it, or use it up, to give the slots back.
+    A record that fails or finds no slot ends the leading run before it, for all later layers; all layers are
+    returned nevertheless. When the iterator is exhausted, `loaded` has the complete tokens. The policy then
+    writes back the run's records, up to the first without a slot of its own: a chunk is verified only with
+    its last layer. Close or exhaust the iterator to release its slots.
 
     Args:
-        readers: threads that read parts of records, for each tier its own: one that hangs keeps them all.
+        readers: threads that read parts of records, separate for each tier, since a hanging tier blocks them
+            all.
     """
 
     def __init__(
@@ -121,7 +122,7 @@ class LayerLoad:
         self._readers = readers
         self._chunks = hit.chunks
         self._pages = pages
-        self._after = marks(group.pages.device for group in pages)  # not the layers computed meanwhile
+        self._after = marks(group.pages.device for group in pages)  # excludes the layers computed meanwhile
         plan = puts.tiers.nearest(hit.chunks, hit.plan)
         self._plan = plan
         self._tiers = [s.tier for s in plan.segments for _ in range(s.start, s.stop)]
@@ -131,13 +132,13 @@ class LayerLoad:
             _LayeredRecord(chunk, group, name, self._tiers[chunk])
             for (chunk, group), name in zip(places, hit.chunks.names, strict=False)
         ]
-        self._lock = threading.Lock()  # of slots that are given up
+        self._lock = threading.Lock()  # guards the leases released on a shortage
         self._layers = layers_of(pages)
         self._iterator = self._run()
 
     @property
     def loaded(self) -> Loaded:
-        """The tokens whose layers so far are all in place, by tier."""
+        """The tokens with all layers in place so far, by tier."""
         return Loaded.of(clip(self._plan, self._count), self._chunks.chunk_tokens)
 
     def __iter__(self) -> Iterator[int]:
@@ -147,11 +148,11 @@ class LayerLoad:
         return next(self._iterator)
 
     def close(self) -> None:
-        """Stop; what was not returned is not loaded."""
+        """Stop the load and release its slots; layers not yet returned are not loaded."""
         self._iterator.close()
 
     def _run(self) -> Generator[int]:
-        """The layers, each after its pieces were read, verified and unpacked."""
+        """Yield the layers, each after its pieces were read, verified and unpacked."""
         under_way: deque[_Reads] = deque()
         waiting = deque(self._layers)
         self._staging.on_shortage(self._release)
@@ -182,9 +183,9 @@ class LayerLoad:
             release_all(entry.lease for entry in self._records if entry.lease is not None)
 
     def _borrow(self) -> None:
-        """Hold on to the records that lie in memory, which might be evicted while earlier layers are used.
+        """Lease the records in host memory, which could be evicted while earlier layers are used.
 
-        The run ends before the first tier that failed since the lookup.
+        Ends the run before the first tier with an open circuit.
         """
         passed_over = {tier for tier in set(self._tiers) if self._tier_set.passed_over(tier)}
         self._count = next((i for i, tier in enumerate(self._tiers) if tier in passed_over), self._count)
@@ -194,11 +195,11 @@ class LayerLoad:
                 entry.whole, entry.lease = True, lease
 
     def _fetch(self) -> None:
-        """Give slots to records that are read whole, or kept whole, and begin to read the former.
+        """Lease slots for records that are read or kept whole, and start reading the former.
 
-        A tier that cannot do less reads a record whole: once, and not once for each layer. One that will be
-        written back is kept: its layers are read to their places in its slot. What has no slot to spare is
-        read layer by layer into slots that the next layers use again, and is not written back.
+        A tier that cannot read parts reads a record whole, once and not once per layer. Records to be written
+        back are kept: their layers are read to their places in the slot. Records without a slot are read
+        layer by layer into slots that later layers reuse, and are not written back.
         """
         staging, tiers = self._staging, self._tier_set.tiers
         kept = {tier for tier in set(self._tiers) if self._puts.is_written_back(tier)}
@@ -235,9 +236,9 @@ class LayerLoad:
             self._tier_set.get(tier, list(batch), list(batch.values()), on_complete)
 
     def _start(self, layer: _Layer, ahead: bool) -> _Reads | None:
-        """Begin to read one layer of every chunk. What has room decides the run.
+        """Start reading one layer of every chunk; shorten the run if the slots do not suffice.
 
-        None if it is not needed yet (`ahead`) and has no room now.
+        Returns None if the layer is not needed yet (`ahead`) and there are no slots now.
         """
         offset, size = record.layer_range(self._chunks.formats[layer.group], layer.place)
         per_slot = self._staging.slot_bytes // size
@@ -252,7 +253,7 @@ class LayerLoad:
                 reads.end()
                 if ahead:
                     return None
-                self._release(len(self._records))  # to load all is worth more than to write some of it back
+                self._release(len(self._records))  # loading all chunks is worth more than writing some back
                 return self._start(layer, ahead)
             if len(far) > len(leases) * per_slot:
                 self._count = far[len(leases) * per_slot]
@@ -270,25 +271,25 @@ class LayerLoad:
         return reads
 
     def _room(self, wanted: int, ahead: bool) -> list[Lease] | None:
-        """`wanted` slots: all at once or None if that is `ahead`; else it waits, then takes what there is."""
+        """Lease `wanted` slots. If `ahead`, all at once or None; else wait, then take the free ones."""
         slots = min(wanted, self._staging.slots)
         if not slots:
             return []
         if ahead and self._staging.free < slots:
-            return None  # nobody gives up slots for this
+            return None  # others do not release slots for read-ahead
         try:
             timeout_s = 0.0 if ahead else self._tier_set.timeout_s
             return self._staging.acquire(slots, timeout_s, at_least=slots)
         except StagingTimeout as error:
             if ahead:
                 return None
-            log.warning("a layer is loaded in part: %s", error)
+            log.warning("a layer is loaded for fewer chunks: %s", error)
         with suppress(StagingTimeout):
             return self._staging.acquire(slots, 0.0)
         return []
 
     def _read_later(self, reads: _Reads, entry: _LayeredRecord, lease: Lease, start: int) -> None:
-        """Add a piece from byte `start` of a slot on, and a read that fills it, to `reads`. Mutates it."""
+        """Start a read of a piece at byte `start` of a slot, and add it to `reads`. Mutates `reads`."""
         layer = reads.layer
         _, size = record.layer_range(self._chunks.formats[layer.group], layer.place)
         piece = lease.array[start : start + size]
@@ -306,12 +307,12 @@ class LayerLoad:
         reads.pieces.append((piece, future, share))
 
     def _read(self, place: int, entry: _LayeredRecord, piece: Piece, slot: Lease) -> None:
-        """Fill `piece` with a layer of a record; check it, whose record it is, and at the last how that ends.
+        """Fill `piece` with a layer of a record and verify it, with the header or trailer if not yet read.
 
-        A piece of a record that is `whole` in its slot is there already, or comes with it.
+        For a record that is `whole`, the piece is in its slot already, or arrives with the record.
 
         Raises:
-            OSError: it is not available.
+            OSError: the layer is not available or is damaged.
         """
         form = self._chunks.formats[entry.group]
         if entry.coming is not None:
@@ -324,14 +325,14 @@ class LayerLoad:
         parts = [((0, form.header_bytes), memoryview(header))] if new else []
         if not entry.whole:
             parts.append((record.layer_range(form, place), data))
-        if last:  # beside the last layer: a store reads both at once
+        if last:  # adjacent to the last layer, so the tier can read both at once
             parts.append(((form.layers_end, len(trailer)), memoryview(trailer)))
         ranges, buffers = [part[0] for part in parts], [part[1] for part in parts]
         if entry.whole:
             copy_ranges(entry.name, slot.buffer[: slot.used], ranges, buffers)
         else:
             self._tier_set.tiers[entry.tier].get_ranges(entry.name, ranges, buffers)
-        # the header even if another layer's read has been quicker: this is the one that is used
+        # even if another read has set `entry.header` meanwhile: this header is the one used
         damage = record.verify_header(form, header, *self._chunks.identity(entry.chunk)) if new else None
         damage = damage or record.verify_layer(form, header, place, data)
         if last:
@@ -341,7 +342,7 @@ class LayerLoad:
         entry.header = header
 
     def _finish(self, started: _Reads) -> None:
-        """Unpack the leading run of a layer; the first chunk that failed ends it for good."""
+        """Unpack the leading run of a layer; the first failed chunk ends the run for later layers, too."""
         layer = started.layer
         for chunk, (_, read, _) in enumerate(started.pieces[: self._count]):
             try:
@@ -361,7 +362,7 @@ class LayerLoad:
             unpack(layer.pages, pieces, **rows, after=self._after)
 
     def _write_back(self) -> None:
-        """Give the run, all of it verified, to the tiers that get it; up to a record that has no slot."""
+        """Put the verified run into the write-back tiers, up to the first record without a slot."""
         groups = self._chunks.groups
         targets = for_request(self._tier_set.policy, self._chunks.policy).write_back_to
         for chunk, tier in enumerate(self._tiers[: self._count]):
@@ -386,7 +387,7 @@ class LayerLoad:
                 release_all(leases)
 
     def _release(self, count: int) -> None:
-        """Keep the last `count` records that are kept to be written back no longer; from any thread."""
+        """Release up to `count` slots kept for write-backs, from the last record on; from any thread."""
         gone: list[Lease] = []
         with self._lock:
             for entry in reversed(self._records):
@@ -397,16 +398,16 @@ class LayerLoad:
 
 
 class LayerStore:
-    """A store that takes the layers of an engine one after another. A context manager: leaving it finishes.
+    """A store that packs layers one after another. A context manager that finishes the store.
 
-    Entering it leases the slots; chunks that find none are left out, from the end.
+    Entering leases the slots; the last chunks are left out if there are too few.
 
     Args:
-        lend: where the slots come from; None: of the staging memory.
+        lend: source of the slots; None: the staging memory.
 
     Attributes:
-        stored: what was stored, once the context is left.
-        left: layers that are still to be packed, in the model's order.
+        stored: what was stored, set when the context ends.
+        left: layers still to be packed, in model order.
     """
 
     def __init__(
@@ -433,7 +434,7 @@ class LayerStore:
         self._sealed = False
 
     def layer(self, number: int) -> None:
-        """Pack a layer of the model, whose KV is complete. Its pages may change when this returns.
+        """Pack a layer of the model with complete KV. Its pages may change when this returns.
 
         Raises:
             KeyError: the model has no such layer.
@@ -448,12 +449,12 @@ class LayerStore:
             clear_gaps(rows, pieces)
             pack(layer.pages, pieces, **rows)
             for sums, piece in zip(self._sums[layer.group :: groups], pieces, strict=True):
-                sums[layer.place] = record.layer_checksum(piece.data)  # of bytes that are in the cache yet
+                sums[layer.place] = record.layer_checksum(piece.data)  # while in the CPU's cache
         if number in self.left:
             self.left.remove(number)
 
     def seal(self) -> None:
-        """Make records of the layers: all of them are packed."""
+        """Seal the records, once all layers are packed."""
         seal(self._chunks, self._numbers, self._leases, self._sums)
         self._sealed = True
 
@@ -476,13 +477,13 @@ class LayerStore:
             try:
                 self._leases = tiers.staging.acquire(most, tiers.timeout_s, at_least=groups)
             except StagingTimeout as error:
-                log.warning("nothing is stored: %s", error)
+                log.warning("layer store: nothing is stored: %s", error)
         forms = itertools.cycle(self._chunks.formats)
         self._sums = [[0] * form.shape[0] for _, form in zip(self._leases, forms, strict=False)]
         self._sealed = False
 
     def close(self, complete: bool) -> None:
-        """Seal the records and start putting them, if no layer is missing or was left half computed."""
+        """Seal the records and start putting them if `complete` and all layers are packed."""
         leases, stored = self._leases, 0
         try:
             if complete and not self.left and leases:
@@ -505,13 +506,13 @@ class LayerStore:
 
 
 def layers_of(pages: Sequence[SequencePages]) -> list[_Layer]:
-    """Every layer of the model, in its order, with the pages of that layer alone; per group of its heads.
+    """Return the model's layers in order, each with its own pages; one entry per group of heads.
 
     Raises:
-        CacheError: some have states, of which a load takes one snapshot, and a store those that there are.
+        CacheError: a group has states, which are moved as whole snapshots only.
     """
     if any(entry.pages.group.state for entry in pages):
-        raise CacheError("pages: layers with states are not moved one at a time; want load and store")
+        raise CacheError("pages: layers with states cannot be moved one at a time; want `load` and `store`")
     layers = [
         _Layer(number, group, place, entry.pages.layer(place))
         for group, entry in enumerate(pages)

@@ -1,4 +1,4 @@
-"""The way in: records from tiers into an engine's pages, or just nearer."""
+"""Loads: records from tiers into an engine's pages, host memory or leases."""
 
 from __future__ import annotations
 
@@ -23,16 +23,16 @@ from kvkit.workers import Stopped, Transfer
 
 @dataclass(eq=False)
 class Load:
-    """The KV of a hit, on its way into the engine's pages. To be run once.
+    """A load of a hit's KV into the engine's pages. Run it once.
 
-    A record that turns out missing, damaged or late is a miss: it is sought in the other tiers, and if it is
-    nowhere the load ends before it. What was loaded is always a leading run; where the model has states, one
-    that ends with a snapshot of them, which is loaded as well, or nothing.
+    A missing, damaged or late record is a miss: the load tries the other tiers and, if none has the record,
+    ends before it. The loaded tokens are always a leading run. If the model has states, the run ends at a
+    snapshot, which is loaded as well, or nothing is loaded.
 
     Args:
-        pages: a layer group each, states after the others; none where the engine is given nothing.
-        rotate: by how many positions keys move on the way, a chunk each.
-        after: on a GPU, what must be done before the pages may change; None: see `unpack`.
+        pages: one entry per layer group, states last; empty if nothing goes to the engine.
+        rotate: position change of the keys, per chunk.
+        after: on a GPU, events to wait for before the pages may change; None: see `unpack`.
     """
 
     puts: WritePipeline
@@ -41,25 +41,25 @@ class Load:
     rotate: Rotation | None = None
     after: CudaEvents | None = None
     throttled: ClassVar[bool] = False
-    """Whether reads leave room for others': see `PlanReads`."""
+    """True if reads leave capacity of the tiers to other requests: see `PlanReads`."""
 
     def __post_init__(self) -> None:
         self.tiers = self.puts.tiers
         self._chunks = self.hit.chunks
         self._plan = self.hit.plan
         self._done = 0  # chunks
-        self._exact = self._plan.exact  # chunks, which stay so
+        self._exact = self._plan.exact  # chunks that must be loaded exactly
         self._used = RetrievePlan(self._plan.chunks, approximate=self.tiers.approximate)
         self._states = self.pages[self._chunks.groups :]
         self._bad: set[tuple[str, int]] = set()
 
     def run(self, transfer: Transfer[Any]) -> Loaded:
-        """Load what there is, until it is all there or `transfer` is stopped. Mutates the pages."""
-        # 1. what lies nearer by now is taken from there
+        """Load until the plan is complete or fails, or `transfer` is stopped. Mutates the pages."""
+        # 1. records that are in host memory by now are taken from there
         self._plan = self.tiers.nearest(self._chunks, self._plan)
         with WriteBacks(self.puts, self._chunks, self._write_back_to()) as back:
             while self._done < self._plan.chunks and not transfer.stopped:
-                # 2. every segment's reads start, in order of need
+                # 2. the reads of all segments start, in order of need
                 segments = self._usable_segments()
                 if not segments:
                     continue
@@ -69,7 +69,7 @@ class Load:
                     while self._done < segments[-1].stop and reads.failed is None and not transfer.stopped:
                         if reads.short:
                             back.start()
-                        # 3. records that were read and verified, of one tier
+                        # 3. verified records of one tier
                         ready = reads.take()
                         try:
                             if ready:  # 4. used, 5. written back, later
@@ -82,7 +82,7 @@ class Load:
                         self._done += taken
                 finally:
                     reads.close()
-                # 6. what was not available there is sought elsewhere
+                # 6. missing records are looked up in other tiers
                 if reads.failed is not None:
                     name, error = reads.failed
                     self.tiers.ended(reads.tier, name, error)
@@ -92,7 +92,7 @@ class Load:
         if transfer.stopped and not self._chunks.of_states:
             with self.tiers.counting() as counts:
                 counts.cancelled += 1
-        # 7. states are those after the last token, or none of it is of use
+        # 7. states must be those after the last token, or nothing is usable
         if self._states:
             self._done = self._restore(transfer)
         loaded = Loaded.of(planning.clip(self._used, self._done), self._chunks.chunk_tokens)
@@ -101,7 +101,7 @@ class Load:
         return loaded
 
     def _restore(self, transfer: Transfer[Any]) -> int:
-        """Load the last snapshot that can be had within what is loaded; how many chunks come before it."""
+        """Load the last available snapshot within the loaded run; return the chunks up to it."""
         for place in reversed(snapshot_places(self._states, self._done)):
             snapshot = self._chunks.snapshot(place)
             hit = Hit(snapshot, self.tiers.find(snapshot, RetrievePlan(1)))
@@ -110,13 +110,13 @@ class Load:
         return 0
 
     def _write_back_to(self) -> Sequence[str]:
-        """The tiers that get what is loaded."""
+        """Return the tiers to write back to."""
         return for_request(self.tiers.policy, self._chunks.policy).write_back_to
 
     def _usable_segments(self) -> list[Segment]:
-        """What is left of the plan, before the first tier that failed since the lookup.
+        """Return the rest of the plan, before the first tier with an open circuit.
 
-        Where that is the next one, none, and what it has is sought elsewhere.
+        If the next tier is that one, plan the rest again and return no segments.
         """
         rest = [Segment(s.tier, max(s.start, self._done), s.stop) for s in self._plan.segments]
         rest = [s for s in rest if s.stop > self._done]
@@ -126,14 +126,14 @@ class Load:
         return usable
 
     def _seek_elsewhere(self, tier: str) -> None:
-        """Plan the rest anew: `tier` does not have the next chunk."""
+        """Plan the rest again, because `tier` does not have the next chunk."""
         self._bad.add((tier, self._done))
         self._plan = self.tiers.find(
             self._chunks, planning.clip(self._plan, self._done), self._bad, exact=self._exact
         )
 
     def _use(self, tier: str, first: int, leases: Sequence[Lease]) -> None:
-        """Make something of validated records that `tier` delivered, chunk `first` on."""
+        """Use validated records that `tier` delivered, from chunk `first` on."""
         groups, rotate = self._chunks.groups, self.rotate
         count = len(leases) // groups
         if rotate is not None:
@@ -145,9 +145,9 @@ class Load:
 
 @dataclass(eq=False, kw_only=True)
 class PrefetchLoad(Load):
-    """A load that ends in slots, which `keep_in_staging` has kept; without, it is only written back.
+    """A load that keeps records in slots if `keep_in_staging`, and otherwise only writes them back.
 
-    What is approximate is kept in any case, for nothing is written back of it.
+    Approximate records are always kept in slots, because they are never written back.
     """
 
     keep_in_staging: bool
@@ -163,7 +163,7 @@ class PrefetchLoad(Load):
 
 @dataclass(eq=False, kw_only=True)
 class BorrowLoad(Load):
-    """A load that ends in `leases`, which it adds to. It is written back where a tier has `before`."""
+    """A load that appends its records' leases to `leases`; written back only to tiers that hold `before`."""
 
     before: Sequence[str]
     leases: list[Lease]
@@ -180,10 +180,13 @@ class BorrowLoad(Load):
 
 
 def prefetch(puts: WritePipeline, chunks: Chunks, transfer: Transfer[Any]) -> Hit:
-    """Bring what tiers further away hold of `chunks` into the tiers in memory that are written back to.
+    """Copy records of `chunks` from other tiers to the in-memory tiers that are written back to.
 
-    Without any, it is left in slots (`Prefetched`). What lies near before that, or after it, stays as it is.
-    Ends when all is near or `transfer` is stopped; what is available then.
+    Without such a tier, records stay in slots (`Prefetched`). Only the chunks from the first to the last
+    outside host memory are read.
+
+    Returns:
+        The hit that is available when all is in host memory or `transfer` is stopped.
     """
     hit = _bring_near(puts, chunks, transfer)
     plan = puts.with_states(chunks, hit.plan, 0.0)
@@ -193,9 +196,9 @@ def prefetch(puts: WritePipeline, chunks: Chunks, transfer: Transfer[Any]) -> Hi
 
 
 def _bring_near(puts: WritePipeline, chunks: Chunks, transfer: Transfer[Any]) -> Hit:
-    """`prefetch` of the records of chunks themselves, or of a snapshot."""
+    """Run `prefetch` for the records of the chunks themselves, or for a snapshot."""
     tiers = puts.tiers
-    # 1. what lies far away
+    # 1. the segments outside host memory
     found = puts.with_states(chunks, tiers.find(chunks, RetrievePlan(len(chunks))), 0.0)
     near = [name for name, tier in tiers.tiers.items() if tier.near]
     far = [segment for segment in found.segments if segment.tier not in near]
@@ -203,26 +206,26 @@ def _bring_near(puts: WritePipeline, chunks: Chunks, transfer: Transfer[Any]) ->
         return Hit(chunks, found)
     first, stop = far[0].start, far[-1].stop
     keep_in_staging = not set(near) & set(tiers.policy.write_back_to)
-    # of what is not written back, more than the slots hold would be read for nothing
+    # records that are not written back stay in slots: reading more than fit would be wasted
     kept = tiers.prefetched.slots // chunks.groups
     unwritten = first if keep_in_staging and not tiers.policy.write_back_to else max(first, found.exact)
     stop = min(stop, unwritten + kept)
-    # 2. is read as for a load
+    # 2. are read as for a load
     wanted = Hit(chunks.part(first, stop), planning.cut(found, first, stop))
     loaded = PrefetchLoad(puts, wanted, (), keep_in_staging=keep_in_staging).run(transfer)
-    # 3. what of it came ends the hit
+    # 3. the hit ends where the load ended
     if loaded.tokens < wanted.tokens:
         found = planning.clip(found, first + loaded.tokens // chunks.chunk_tokens)
-    if keep_in_staging:  # a lookup does not see the slots: the hit stays where the records are
+    if keep_in_staging:  # lookups do not see the slots: the hit keeps naming the records' tiers
         return Hit(chunks, found)
     return Hit(chunks, tiers.find(chunks, RetrievePlan(found.chunks)))
 
 
 def read_chunk(puts: WritePipeline, chunks: Chunks, chunk: int, transfer: Transfer[Any]) -> list[Lease]:
-    """The verified records of one chunk, a lease per layer group, to be released; empty if no tier has them
-    exactly.
+    """Read and verify the records of one chunk: a lease per layer group, for the caller to release.
 
-    They are written back as those of a load are, to a tier that holds the chunk before them.
+    Empty if no tier holds the chunk exactly. The records are written back as those of a load are, to tiers
+    that hold the chunk before them.
     """
     part, leases = chunks.part(chunk, chunk + 1), list[Lease]()
     hit = Hit(part, puts.tiers.find(part, RetrievePlan(1), exact=1))

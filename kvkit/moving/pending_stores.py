@@ -1,4 +1,4 @@
-"""Records that stores are making: whoever looks for one that no tier has yet can wait for it."""
+"""Pending stores: a lookup can wait for records that are being stored and no tier holds yet."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ log = logging.getLogger(__name__)
 
 
 class PendingStores:
-    """Names of records that are being made. Thread-safe."""
+    """Names of the records in pending stores. Thread-safe."""
 
     def __init__(self) -> None:
         self._changed = threading.Condition()
@@ -19,34 +19,34 @@ class PendingStores:
         self._open: set[PendingStore] = set()
 
     def begin(self, promise: PendingStore, names: Iterable[str]) -> None:
-        """One maker more for each."""
+        """Add a pending store of these records."""
         with self._changed:
             self._makers.update(names)
             self._open.add(promise)
 
     def closed(self, promise: PendingStore) -> None:
-        """The store of a promise has begun all that it will."""
+        """Note that a pending store will start no more attempts."""
         with self._changed:
             self._open.discard(promise)
 
     def uncopied(self) -> int:
-        """Count the records of stores that no tier was given yet."""
+        """Count the records of pending stores that no tier was given yet."""
         with self._changed:
             promises = list(self._open)
         return sum(promise.unattempted for promise in promises)
 
     def among(self, names: Iterable[str]) -> set[str]:
-        """Those of `names` that are promised."""
+        """Return those of `names` that are pending."""
         with self._changed:
             return {name for name in names if name in self._makers}
 
     def wait(self, names: Collection[str], timeout_s: float) -> bool:
-        """Wait until none of `names` is promised any more; whether that came within `timeout_s` seconds."""
+        """Wait until none of `names` is pending; return False after `timeout_s` seconds."""
         with self._changed:
             return self._changed.wait_for(lambda: not any(n in self._makers for n in names), timeout_s)
 
     def end(self, names: Collection[str]) -> None:
-        """One maker less for each."""
+        """Remove one pending store of each of `names`."""
         with self._changed:
             for name in names:
                 self._makers[name] -= 1
@@ -56,17 +56,17 @@ class PendingStores:
 
 
 class PendingStore:
-    """One store's: each record's ends when a tier has it, or when the last attempt failed. Thread-safe.
+    """The records of one store, each pending until a tier has it or its last attempt failed. Thread-safe.
 
-    The store itself counts as one attempt at each, until it is closed: when it has begun all that it will.
-    Callbacks come from any thread; an error in one is only logged.
+    The store itself counts as one attempt at each record, until `close`. Callbacks run in any thread; their
+    errors are only logged.
 
     Args:
-        names: chunk by chunk, `groups` records each.
-        on_stored: called with a tier and a chunk when that tier took its last record.
-        on_done: called once, when every attempt has ended: a tier may have a record before others do.
-        others: names that ranks with equal KV store meanwhile. Nothing tells when: they are taken to end when
-            the last attempt here does.
+        names: record names, chunk by chunk, `groups` records each.
+        on_stored: called with a tier and a chunk when the tier has stored the chunk's last record.
+        on_done: called once, when every attempt has ended, which may be after a tier has the records.
+        others: names that ranks with equal KV store meanwhile. Their end is not reported, so they end with
+            the last attempt here.
     """
 
     def __init__(
@@ -93,12 +93,12 @@ class PendingStore:
 
     @property
     def unattempted(self) -> int:
-        """Records that only the store itself is to make."""
+        """Number of records with no attempt besides the store itself."""
         with self._lock:
             return sum(attempts == 1 for attempts in self._attempts.values())
 
     def attempt(self, names: Iterable[str]) -> None:
-        """A tier is about to be given these: each attempt will be `ended` once."""
+        """Note that a tier is about to be given `names`; call `ended` once for each."""
         with self._lock:
             for name in names:
                 self._under_way += 1
@@ -106,7 +106,7 @@ class PendingStore:
                     self._attempts[name] += 1
 
     def ended(self, tier: str, name: str, error: BaseException | None) -> None:
-        """A tier took a record, had it already (FileExistsError), or did not take it."""
+        """Note that a tier stored a record, already had it (FileExistsError), or failed."""
         if error is None and self._on_stored is not None:
             chunk = self._chunks[name]
             with self._lock:
@@ -117,12 +117,12 @@ class PendingStore:
         self._end([name], kept=error is None or isinstance(error, FileExistsError))
 
     def close(self) -> None:
-        """No more attempts will begin. To be called once."""
+        """Note that no more attempts will start. Call once."""
         self._promises.closed(self)
         self._end(self._names, kept=False)
 
     def _end(self, names: Collection[str], *, kept: bool) -> None:
-        """One attempt at each of `names` is over; those that are `kept` are promised no longer."""
+        """End one attempt at each of `names`; those `kept` by a tier are no longer pending."""
         with self._lock:
             self._under_way -= len(names)
             last = not self._under_way
@@ -142,7 +142,7 @@ class PendingStore:
 
 
 def _tell(callback: Callable[..., object], *args: object) -> None:
-    """Call back; an error is the caller's: tiers did their part, and a flush must not wait for more."""
+    """Call back and log errors: they are the caller's, and must not keep a flush waiting."""
     try:
         callback(*args)
     except Exception:

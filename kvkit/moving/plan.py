@@ -1,6 +1,6 @@
-"""What to move from where to where: frozen plans, made by pure functions and carried out by `kvkit.cache`.
+"""Frozen plans of moves between tiers, made by pure functions and carried out by `kvkit.cache`.
 
-A chunk of a model with G layer groups is G records, so residency is asked in records and planned in chunks.
+A chunk of a model with G layer groups is G records: tiers are asked about records, plans are in chunks.
 """
 
 from __future__ import annotations
@@ -12,13 +12,13 @@ from dataclasses import dataclass, replace
 from kvkit.moving.policy import Policy
 
 SOUGHT = 64
-"""Places at which a lookup looks for a snapshot, from the end of the leading run on backwards: each may be a
-question to a tier far away."""
+"""Places, from the end of the leading run backwards, where a lookup looks for a snapshot. Each may cost a
+request to a remote tier."""
 
 
 @dataclass(frozen=True, slots=True)
 class Segment:
-    """Chunks [start, stop) of a sequence, at `tier`."""
+    """Chunks [start, stop) of a sequence, in `tier`."""
 
     tier: str
     start: int
@@ -27,9 +27,9 @@ class Segment:
 
 @dataclass(frozen=True, slots=True)
 class RetrievePlan:
-    """The leading run that is available: consecutive segments from chunk 0 on, out of `wanted` chunks.
+    """The available leading run of `wanted` chunks: consecutive segments from chunk 0 on.
 
-    What comes from one of the `approximate` tiers is approximate, and so is what is computed behind it.
+    Chunks from `approximate` tiers are approximate, and so is KV computed after them.
     """
 
     wanted: int
@@ -38,21 +38,21 @@ class RetrievePlan:
 
     @property
     def chunks(self) -> int:
-        """Length of the leading run."""
+        """Length of the leading run, in chunks."""
         return self.segments[-1].stop if self.segments else 0
 
     @property
     def exact(self) -> int:
-        """How many of its chunks come before the first approximate one."""
+        """Number of chunks before the first approximate one."""
         return next((s.start for s in self.segments if s.tier in self.approximate), self.chunks)
 
     @property
     def complete(self) -> bool:
-        """Whether nothing more is wanted."""
+        """True if all wanted chunks are available."""
         return self.chunks >= self.wanted
 
     def by_tier(self) -> dict[str, int]:
-        """Chunks per tier, in the order of first use."""
+        """Return the chunks per tier, in the order of first use."""
         counts: Counter[str] = Counter()
         for segment in self.segments:
             counts[segment.tier] += segment.stop - segment.start
@@ -60,7 +60,7 @@ class RetrievePlan:
 
 
 def extend(plan: RetrievePlan, tier: str, run: int) -> RetrievePlan:
-    """`plan` with the `run` chunks that `tier` holds from the plan's end on; never past what is wanted."""
+    """Return `plan` extended by the `run` chunks that `tier` holds from its end on, up to `plan.wanted`."""
     start = plan.chunks
     stop = min(start + run, plan.wanted)
     if stop <= start:
@@ -72,13 +72,13 @@ def extend(plan: RetrievePlan, tier: str, run: int) -> RetrievePlan:
 
 
 def clip(plan: RetrievePlan, chunks: int) -> RetrievePlan:
-    """The part of `plan` before chunk `chunks`."""
+    """Return the part of `plan` before chunk `chunks`."""
     kept = tuple(Segment(s.tier, s.start, min(s.stop, chunks)) for s in plan.segments if s.start < chunks)
     return replace(plan, segments=kept)
 
 
 def cut(plan: RetrievePlan, start: int, stop: int) -> RetrievePlan:
-    """Chunks [start, stop) of `plan` as a plan of their own: `start` becomes chunk 0."""
+    """Return chunks [start, stop) of `plan` as a separate plan, where `start` becomes chunk 0."""
     kept = tuple(
         Segment(s.tier, max(s.start, start) - start, min(s.stop, stop) - start)
         for s in plan.segments
@@ -88,15 +88,15 @@ def cut(plan: RetrievePlan, start: int, stop: int) -> RetrievePlan:
 
 
 def cheapest(plan: RetrievePlan, load_s: Mapping[str, float], compute_s: float) -> RetrievePlan:
-    """The part of `plan` that is had soonest if the rest of it is computed.
+    """Return the part of `plan` to load for the earliest finish, if the engine computes the rest.
 
-    Tiers deliver side by side, so loading takes as long as the slowest of them; what is computed comes after.
-    Within a segment that is a straight line until its tier becomes the slowest, and another one after it:
-    the best end is beside one of these points, or the end of a segment.
+    Tiers deliver in parallel, so loading takes as long as the slowest tier; computing follows. Within a
+    segment, the time saved is linear in the chunks until its tier becomes the slowest, and linear again after
+    that. The optimum is therefore next to such a point or at the end of a segment.
 
     Args:
-        load_s: seconds a chunk takes, by tier; a tier that is not in it takes none.
-        compute_s: seconds the engine takes to compute a chunk.
+        load_s: seconds to load a chunk, by tier; tiers not in it take none.
+        compute_s: seconds the engine needs to compute a chunk.
     """
     taken: dict[str, float] = {}
     slowest, best, end = 0.0, 0.0, 0
@@ -115,65 +115,64 @@ def cheapest(plan: RetrievePlan, load_s: Mapping[str, float], compute_s: float) 
 
 
 def snapshots_sought(chunks: int) -> Sequence[int]:
-    """Where to look for a snapshot within so many leading chunks: how many come before it, best first."""
+    """Return the places to look for a snapshot, as counts of the chunks before it, best first."""
     return range(chunks, max(0, chunks - SOUGHT), -1)
 
 
 def is_snapshot_kept(stop: int, every: int, prompt: int) -> bool:
-    """Whether the states after the first `stop` chunks are stored, where an engine has them.
+    """Return whether to store the states after the first `stop` chunks, if the engine has them.
 
     Args:
-        every: chunks from one snapshot to the next; 0: none for their number.
-        prompt: chunks that the prompt has. The next turn, or another try, goes on at its end.
+        every: chunks between snapshots; 0: no regular snapshots.
+        prompt: chunks of the prompt. A retry, or the conversation's next turn, continues at its end.
     """
     return stop == prompt or (every > 0 and stop % every == 0)
 
 
 @dataclass(frozen=True, slots=True)
 class StorePlan:
-    """Segments to put, per target tier in the policy's order."""
+    """Segments to put into each target tier, in the policy's order."""
 
     segments: tuple[Segment, ...] = ()
 
     @property
     def start(self) -> int:
-        """The first chunk that any tier needs."""
+        """First chunk that any tier needs."""
         return min((s.start for s in self.segments), default=0)
 
     @property
     def stop(self) -> int:
-        """One past the last chunk that any tier needs."""
+        """End of the last chunk that any tier needs (exclusive)."""
         return max((s.stop for s in self.segments), default=0)
 
 
 def plan_store(chunks: int, policy: Policy, resident: Mapping[str, int]) -> StorePlan:
-    """Put chunks [0, `chunks`) into every tier of `policy.store_to`, past the leading run it holds already.
+    """Plan to put chunks [0, `chunks`) into each tier of `policy.store_to`, after the run it holds.
 
-    `resident` is that run, in chunks, by tier; a tier that is not in it holds nothing.
+    `resident` is that leading run, in chunks, by tier; a tier not in it holds nothing.
     """
     missing = (Segment(tier, resident.get(tier, 0), chunks) for tier in policy.store_to)
     return StorePlan(tuple(segment for segment in missing if segment.start < chunks))
 
 
 def put_limit(slots: int, tiers: int, groups: int) -> int:
-    """How many of `slots` the puts of each of `tiers` hold at most, if they never end: as many as loads keep.
+    """Return how many of `slots` the puts of each of `tiers` may hold: an equal share, as loads have.
 
-    At least a chunk's `groups`: an arena of fewer than `tiers` + 1 chunks has nothing to keep for loads.
+    At least a chunk's `groups`: an arena of fewer than `tiers` + 1 chunks has no slots to keep for loads.
     """
     return max(groups, slots // (tiers + 1))
 
 
 def exact_first(tiers: Sequence[str], approximate: Collection[str]) -> list[str]:
-    """`tiers` in the order in which they are sought: an exact record is worth more than a near one."""
+    """Sort `tiers` for lookups, exact ones first: an exact record is worth more than an approximate one."""
     return sorted(tiers, key=lambda tier: tier in approximate)
 
 
 def plan_write_back(plan: RetrievePlan, validated: int, policy: Policy, near: Collection[str]) -> StorePlan:
-    """Put what was loaded into every tier of `policy.write_back_to`.
+    """Plan to put loaded chunks into each tier of `policy.write_back_to`.
 
-    Only the `validated` leading run counts. A tier gets nothing that came from itself, and nothing is taken
-    from `near` tiers: those whose records already are in this host's memory, or arrive there anyway. What is
-    approximate is taken nowhere.
+    Covers the `validated` leading run only. Chunks are not put into the tier they came from. Chunks from
+    `near` tiers, with records in host memory now or soon, and approximate chunks are put nowhere.
     """
     return StorePlan(
         tuple(

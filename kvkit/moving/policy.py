@@ -1,4 +1,4 @@
-"""What goes where: the tiers to retrieve from, to store to and to write back to; what one request wants."""
+"""Policies: the tiers to retrieve from, store to and write back to; a request's own policy."""
 
 from __future__ import annotations
 
@@ -12,19 +12,21 @@ Role = Literal["prefill", "decode", "both"]
 
 
 class PolicyError(ValueError):
-    """A policy names a tier that does not exist, or an impossible number. The message names the setting, the
-    value and the choices."""
+    """A policy names an unknown tier or has an invalid number.
+
+    The message names the setting, the value and the choices.
+    """
 
 
 @dataclass(frozen=True, slots=True)
 class Policy:
-    """Where records are sought, stored and copied, by tier name.
+    """The tiers to retrieve from, store to and write back to, by name.
 
     Args:
-        retrieve_from: sought in this order; a later tier goes on where an earlier one's run ended.
-        store_to: finished chunks are put into all of these.
-        write_back_to: chunks that were loaded, and verified, from another tier are put into these.
-        staging_only: this host's memory is only passed through: no tier in it is sought, stored to or written
+        retrieve_from: tiers in lookup order; each continues where the previous tier's run ended.
+        store_to: tiers that get all finished chunks.
+        write_back_to: tiers that get verified chunks loaded from another tier.
+        staging_only: host memory passes records through only: no tier in it is read, stored to or written
             back to, and nothing is written back at all.
     """
 
@@ -35,24 +37,24 @@ class Policy:
 
     @staticmethod
     def default(tiers: Iterable[str]) -> Policy:
-        """Retrieve from and store to all tiers, in the order given; write back to the first."""
+        """Return a policy to retrieve from and store to all tiers, in order, and write back to the first."""
         names = tuple(tiers)
         return Policy(retrieve_from=names, store_to=names, write_back_to=names[:1])
 
 
 @dataclass(frozen=True, slots=True)
 class RequestPolicy:
-    """What one request wants of the cache. It goes with the request's chunks wherever they go.
+    """What one request wants of the cache. It accompanies the request's chunks everywhere.
 
     Args:
-        load_from: tiers to seek, in this order; None: the policy's.
-        store_to: tiers that get its chunks, by store or write-back; None: the policy's, empty: none.
-        max_load_tokens: so many are loaded at most, in whole chunks; None: no limit.
-        keep_s: for so many seconds tiers evict nothing of what is stored; then it goes like any other.
-        priority: 0 to 100. Tiers that evict let what has a lower one go first.
+        load_from: tiers to load from, in lookup order; None: the policy's.
+        store_to: tiers that get its chunks, by store or write-back; None: the policy's; empty: none.
+        max_load_tokens: maximum tokens to load, in whole chunks; None: no limit.
+        keep_s: seconds for which tiers do not evict the stored records.
+        priority: eviction priority, 0 to 100; records of lower priority are evicted first.
 
     Raises:
-        PolicyError: a number is out of its range.
+        PolicyError: a number is out of range.
     """
 
     load_from: tuple[str, ...] | None = None
@@ -71,7 +73,7 @@ class RequestPolicy:
 
     @property
     def retains(self) -> bool:
-        """Whether tiers are to be told how to evict what it stores."""
+        """True if the request sets how tiers evict what it stores."""
         return self.keep_s > 0 or self.priority != NORMAL
 
 
@@ -79,15 +81,15 @@ DEFAULT_REQUEST_POLICY = RequestPolicy()
 
 
 def for_role(role: Role, tiers: Sequence[str], handoff: str, peers: Sequence[str]) -> Policy:
-    """The default policy of a node that takes part in handoff.
+    """Return the default policy of a node that takes part in handoff.
 
-    Prefill sends to the peers that wait and keeps what it computes; it looks at them for what they generated.
-    Decode looks first at what was sent to it, and stores prompt and answer. Nothing is stored at a peer.
+    Prefill sends its chunks to waiting peers and stores them; it retrieves generated tokens from peers.
+    Decode retrieves first what was sent to it, and stores prompts and answers. Nothing is stored at a peer.
 
     Args:
-        tiers: of this node and shared ones, in the order in which they are sought.
-        handoff: the tier that is the two sides of handoff.
-        peers: tiers that are other nodes' memory, sought last.
+        tiers: this node's and shared tiers, in lookup order.
+        handoff: the handoff tier, for both sending and receiving.
+        peers: tiers in other nodes' memory, asked last.
     """
     return Policy(
         retrieve_from=(*([] if role == "prefill" else [handoff]), *tiers, *peers),
@@ -97,7 +99,11 @@ def for_role(role: Role, tiers: Sequence[str], handoff: str, peers: Sequence[str
 
 
 def in_effect(policy: Policy, near: Collection[str]) -> Policy:
-    """What `staging_only` leaves of `policy`, where `near` tiers keep records in this host's memory."""
+    """Return `policy` without `near` tiers and write-backs if it is `staging_only`.
+
+    Args:
+        near: tiers that keep records in host memory.
+    """
     if not policy.staging_only:
         return policy
     return Policy(
@@ -108,7 +114,7 @@ def in_effect(policy: Policy, near: Collection[str]) -> Policy:
 
 
 def for_request(policy: Policy, request: RequestPolicy) -> Policy:
-    """`policy` with the tiers that a request names."""
+    """Return `policy` with the request's tiers in place of its own."""
     load_from, store_to = request.load_from, request.store_to
     if load_from is not None:
         policy = replace(policy, retrieve_from=load_from)
@@ -119,7 +125,7 @@ def for_request(policy: Policy, request: RequestPolicy) -> Policy:
 
 
 def check(policy: Policy, tiers: Collection[str]) -> Policy:
-    """`policy`, if every tier that it names is one of `tiers`, once per setting.
+    """Return `policy` if each setting names only tiers in `tiers`, each once.
 
     Raises:
         PolicyError: otherwise.
@@ -133,7 +139,7 @@ def check(policy: Policy, tiers: Collection[str]) -> Policy:
 
 
 def check_named(setting: str, names: Iterable[str], tiers: Collection[str]) -> None:
-    """Raise `PolicyError` where one of `names` is none of `tiers`."""
+    """Raise `PolicyError` if a name is not in `tiers`."""
     for name in names:
         if name not in tiers:
             raise PolicyError(f"{setting}={name!r}: no such tier; the tiers are {', '.join(tiers) or 'none'}")

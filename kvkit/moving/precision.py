@@ -1,4 +1,4 @@
-"""Whether a model's KV may be held in fewer bits: the limits, and what was measured of its weights."""
+"""The gate for quantised KV: quality limits, and the measured verdicts per model."""
 
 from __future__ import annotations
 
@@ -12,44 +12,45 @@ from kvkit.format.layout import Precision
 from kvkit.settings import ConfigError
 
 MAX_KL = 0.02
-"""Fewer bits are refused above this KL divergence from full precision, in nats a token, ..."""
+"""Maximum KL divergence from full precision, in nats per token."""
 MIN_TOP1 = 0.95
-"""... or below this share of tokens whose most likely one stays the same."""
+"""Minimum share of tokens for which the most likely token stays the same."""
 
 
 def decide(kl: float, top1: float) -> dict[str, Any]:
-    """Whether fewer bits may be used: passed, and the figures that say so with their limits.
+    """Return whether the model passes the limits for quantised KV, with the figures and limits.
 
     Args:
-        kl: divergence of the next token's distribution from that over KV of full precision, in nats a token.
-        top1: share of tokens where the most likely one is the same.
+        kl: divergence of the next-token distribution from that with full-precision KV, in nats per token.
+        top1: share of tokens for which the most likely token is the same.
     """
     passed = kl <= MAX_KL and top1 >= MIN_TOP1
     return {"passed": passed, "kl": kl, "kl_limit": MAX_KL, "top1": top1, "top1_limit": MIN_TOP1}
 
 
 def is_sure(kl: tuple[float, float], top1: tuple[float, float]) -> bool:
-    """Whether `decide` says the same of all figures within these intervals, (low, high)."""
+    """Return whether `decide` gives the same result for all figures in these intervals, (low, high)."""
     return decide(kl[1], top1[0])["passed"] or kl[0] > MAX_KL or top1[1] < MIN_TOP1
 
 
 def keep(names: Iterable[str], precision: Precision, measured: Mapping[str, Any]) -> list[Path]:
-    """Write down a decision (`passed`) and its figures, for `check`; returns where.
+    """Write a decision (`passed`) and its figures, for `check`; return the paths.
 
     Args:
-        names: what those call the weights who will ask: each adapter has a name of its own for them.
+        names: the adapters' names for the weights, for later calls of `check`.
     """
     return keep_verdict(f"precision/{precision}", names, measured)
 
 
 def check(name: str, precision: Precision, unless: str) -> None:
-    """Refuse weights whose KV has not been found fit for records of this precision.
+    """Refuse weights that have not passed the limits for records of this precision.
 
     Args:
-        unless: the setting that has them used all the same, for the message.
+        name: the adapter's name for the weights.
+        unless: setting that overrides the check, for the message.
 
     Raises:
-        ConfigError: they were not measured, or failed.
+        ConfigError: the weights were not measured, or failed.
     """
     path: Path | str = "there is no home"
     try:
@@ -62,6 +63,6 @@ def check(name: str, precision: Precision, unless: str) -> None:
         ) from None
     if passed is not True:
         raise ConfigError(
-            f"precision = {precision!r} changes too much of what these weights say ({path}): want none, "
+            f"precision = {precision!r} changes too much of these weights' output ({path}): want none, "
             f"or set {unless}"
         )

@@ -1,4 +1,4 @@
-"""Records that prefetches left in slots, until a load takes them."""
+"""Prefetched records, kept in slots until a load takes them."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from kvkit.staging import Lease, Staging, release_all
 
 
 class Prefetched:
-    """Verified records, in at most half of the slots of `staging`. Thread-safe.
+    """Verified records in at most half of the slots of `staging`. Thread-safe.
 
-    Any is given up when somebody waits for a slot. A prefetch displaces what earlier ones left, the oldest
-    first, and never its own: the head of a sequence is wanted first.
+    Releases the oldest when a caller waits for a slot. A prefetch displaces records of earlier ones, oldest
+    first, but never its own: a sequence's first chunks are needed first.
     """
 
     def __init__(self, staging: Staging) -> None:
@@ -33,18 +33,18 @@ class Prefetched:
         release_all(old for _, old in gone)
 
     def take(self, name: str) -> Lease | None:
-        """The record, which is not kept any longer; None if it is not here."""
+        """Remove and return the lease of a record; None if it is not here."""
         with self._lock:
             return self._leases.pop(name, (None, None))[1]
 
     def release(self, count: int) -> None:
-        """Release the `count` oldest."""
+        """Release the `count` oldest records."""
         with self._lock:
             gone = [self._leases.popitem(last=False)[1][1] for _ in range(min(count, len(self._leases)))]
         release_all(gone)
 
     def close(self) -> None:
-        """Release all, and keep nothing more: a prefetch that outlasts its cache finds no room."""
+        """Release all records and keep no more: a prefetch that outlasts its cache finds no room."""
         with self._lock:
             gone = [lease for _, lease in self._leases.values()]
             self._leases.clear()

@@ -1,4 +1,4 @@
-"""Records that cannot be used and could not be removed: for a while they are no hits."""
+"""Quarantine: records that cannot be used or removed count as misses for a while."""
 
 from __future__ import annotations
 
@@ -7,21 +7,21 @@ from collections import OrderedDict
 from collections.abc import Collection, Sequence
 
 QUARANTINE_S = 600.0
-"""For so long, in seconds: then it is tried again whether they can be read, or removed."""
+"""Seconds in quarantine. After that, reads and removal are tried again."""
 
 MAX_QUARANTINED = 4096
-"""Of every tier together; beyond that the oldest are forgotten, which costs a load that ends early."""
+"""Maximum over all tiers. Beyond that, the oldest are forgotten, which costs a load that ends early."""
 
 
 class Quarantine:
-    """Names of records by tier. Thread-safe; `now` is the caller's clock, in seconds."""
+    """Names of quarantined records by tier. Thread-safe; `now` is the caller's clock, in seconds."""
 
     def __init__(self) -> None:
         self._until: OrderedDict[tuple[str, str], float] = OrderedDict()
         self._lock = threading.Lock()
 
     def add(self, tier: str, name: str, now: float) -> None:
-        """Shun a record. Mutates."""
+        """Quarantine a record. Mutates."""
         with self._lock:
             self._until[tier, name] = now + QUARANTINE_S
             self._until.move_to_end((tier, name))
@@ -29,13 +29,13 @@ class Quarantine:
                 self._until.popitem(last=False)
 
     def forget(self, tier: str, but: Collection[str] = ()) -> None:
-        """Shun none of a tier's records any longer, `but` these. Mutates."""
+        """End the quarantine of a tier's records, except those in `but`. Mutates."""
         with self._lock:
             for gone in [key for key in self._until if key[0] == tier and key[1] not in but]:
                 del self._until[gone]
 
     def before(self, tier: str, names: Sequence[str], now: float) -> int:
-        """How many of `names`, from the first on, are not shunned."""
+        """Count the `names` before the first one in quarantine."""
         with self._lock:
             while self._until and next(iter(self._until.values())) <= now:
                 self._until.popitem(last=False)

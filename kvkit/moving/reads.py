@@ -1,4 +1,4 @@
-"""Verified records in slots, read ahead of their use from all the tiers of a plan at the same time."""
+"""Reads of a load: verified records in slots, read ahead from all tiers of a plan in parallel."""
 
 from __future__ import annotations
 
@@ -21,30 +21,30 @@ from kvkit.workers import Stopped
 log = logging.getLogger(__name__)
 
 MAX_IN_FLIGHT = 32
-"""Chunks of one segment that are read ahead at a time, where there are slots for them."""
+"""Maximum chunks of one segment that are read ahead at a time, if there are slots."""
 
 THROTTLED_READS = 4
-"""Times what a tier reads at once: with less, a prefetch from two tiers loses what reading them side by side
-gains (benchmarks/bench_engine.py)."""
+"""Maximum records requested by a throttled load, in multiples of a tier's `reads_at_once`. With less, a
+prefetch from two tiers loses the gain of reading them in parallel (benchmarks/bench_engine.py)."""
 
 POLL_S = 0.002
-"""How often a load looks for what other ranks read."""
+"""Seconds between a load's checks for records that other ranks have read."""
 PATIENCE_S = 0.1
-"""How long it does at least, from the start of a read on: then it reads that itself."""
+"""Minimum seconds, from the start of a read, to wait for another rank before reading the record here."""
 
 
 class PlanReads:
     """The records of a plan's segments, in order. Used by one thread: `take`, `take`, ..., `close`.
 
-    While the records of one tier are used, those of the next are on their way: slots go to what each tier can
-    read at once before any goes to reads that would wait for one of its threads. A load never waits for a
-    slot while it holds one, so loads cannot deadlock with each other, and any number of chunks passes through
-    any number of slots: what was read ahead for later is given up when what comes first finds no room.
+    While the records of one tier are used, those of the next tiers are read. Slots go first to as many reads
+    as each tier runs at once, then to reads that queue for its threads. A load never waits for a slot while
+    it holds one, so loads cannot deadlock, and any number of chunks passes through any number of slots: if
+    the next chunk finds no slot, records read ahead are released.
 
     Args:
-        segments: of `chunks`, consecutive.
-        throttled: whether a tier is asked for at most `THROTTLED_READS` times what it reads at once: threads
-            have work, and what others want of it meanwhile does not wait for more.
+        segments: consecutive segments of `chunks`.
+        throttled: request at most `THROTTLED_READS` times a tier's `reads_at_once`, which keeps its threads
+            busy but lets other requests through.
     """
 
     def __init__(
@@ -57,32 +57,32 @@ class PlanReads:
 
     @property
     def tier(self) -> str:
-        """The tier whose records `take` returns next."""
+        """The tier of the records that `take` returns next."""
         return self._reads[0].tier
 
     @property
     def short(self) -> bool:
-        """Whether there are chunks to read ahead and no slots for them."""
+        """True if there are chunks to read ahead and no slots for them."""
         return self._tiers.staging.free < self._groups and any(
             reads.next < reads.stop for reads in self._reads
         )
 
     @property
     def failed(self) -> tuple[str | None, BaseException] | None:
-        """What ended the reads early: the record to blame, if any, and the error."""
+        """The record to blame, if any, and the error that ended the reads early; None if there is none."""
         reads = self._reads[0]
         return None if reads.error is None else (reads.failed, reads.error)
 
     def take(self) -> list[Lease]:
-        """The leases of the next chunks of `tier`, verified, for the caller to release.
+        """Return verified leases of the next chunks of `tier`, for the caller to release.
 
-        If there are none, `failed` says why.
+        If empty, `failed` has the reason.
         """
         while self._reads[0].first == self._reads[0].stop and len(self._reads) > 1:
             self._reads.popleft()
         first, *later = self._reads
         self._fill()
-        if not first.in_flight:  # others hold the slots
+        if not first.in_flight:  # no slots: all are held
             for reads in later:
                 reads.restart()
             first.fill(1, wait=True)
@@ -90,50 +90,55 @@ class PlanReads:
         return first.take_ready()
 
     def cancel(self) -> None:
-        """End a `take` that waits, and all that follow; from any thread."""
+        """End a waiting `take` and all later ones; from any thread."""
         for reads in tuple(self._reads):
             reads.cancel()
 
     def close(self) -> None:
-        """Give back what was not taken; tiers keep their own shares until their reads are done."""
+        """Release records that were not taken; tiers keep their own leases until their reads end."""
         for reads in self._reads:
             reads.restart()
 
     def _fill(self) -> None:
-        """Start reads, in the order of need, while there are slots. Of each segment, in chunks:
+        """Start reads, in order of need, while there are slots.
 
-            [ taken | in flight: read, or being read | not begun )
+        Chunks of a segment:
+
+            [ taken | in flight: being read, or read | not begun )
                     first                            next        stop
 
-        1. moves every `next` on until its tier has as much to read as it reads at once, 2. further, until
-        there are no slots to spare or MAX_IN_FLIGHT chunks are in flight, or, if modest, until the tier has
-        MODEST times what it reads at once.
+        Step 1 advances each `next` until its tier has as many reads as it runs at once. Step 2 advances
+        further, until there are no spare slots or MAX_IN_FLIGHT chunks are in flight; a throttled load stops
+        at THROTTLED_READS times what the tier runs at once.
         """
-        # 1. what each tier works on at once
+        # 1. as many reads as each tier runs at once
         room = {reads.tier: self._tiers.tiers[reads.tier].reads_at_once for reads in self._reads}
         for reads in self._reads:
             room[reads.tier] -= reads.unread
         for reads in self._reads:
             if room[reads.tier] > 0:
                 room[reads.tier] -= reads.fill(-(-room[reads.tier] // self._groups))
-        # 2. what its threads go on with, so that they need not wait for this one
+        # 2. further reads, so that the tier's threads need not wait for this one
         for reads in self._reads:
             ahead = room[reads.tier] + (THROTTLED_READS - 1) * self._tiers.tiers[reads.tier].reads_at_once
             most = -(-ahead // self._groups) if self._throttled else MAX_IN_FLIGHT
-            if most > 0 and self._tiers.staging.free >= self._groups:  # for these nobody gives up a slot
+            if most > 0 and self._tiers.staging.free >= self._groups:  # others do not release slots for these
                 room[reads.tier] -= reads.fill(most)
 
 
 @dataclass(eq=False, slots=True)
 class RecordRead:
-    """Record `number` of a sequence on its way into a slot, or there: `lent`, and not verified yet.
+    """The read of record `number` of a sequence into a slot.
 
-    Once it `ended`, or was given up, a report changes it no more.
+    Once `ended` or given up, later reports do not change it.
 
     Attributes:
-        began: on the monotonic clock.
-        awaited: another rank reads it.
-        left: other ranks need not be left it, or were.
+        lent: the slot is the tier's or a prefetch's and holds the record, not verified yet.
+        ended: the read succeeded or failed.
+        error: why it failed.
+        began: start time, on the monotonic clock.
+        awaited: another rank reads the record.
+        left: the record was put into the exchange tier, or need not be.
     """
 
     number: int
@@ -149,18 +154,18 @@ class RecordRead:
 class SegmentReads:
     """The records of one segment, in order. Used by one thread.
 
-    The thread that reads a record verifies it, so that a load has little left to do when its last read is in.
+    The thread that reads a record also verifies it, so a load has little left to do after its last read.
 
-    Ranks with equal KV share the reads, where they have a `TierSet.exchange_tier`: each reads every nth chunk
-    and leaves it there for the others. What they do not bring in time this rank reads itself, as all that
-    follows.
+    If there is a `TierSet.exchange_tier`, ranks with equal KV share the reads: each rank reads every nth
+    chunk and puts it there for the others. If they are late, this rank reads their chunks and all later ones
+    itself.
 
     Attributes:
-        tier: that they come from.
-        first, next, stop: chunks, see `PlanReads._fill`.
+        tier: source tier.
+        first, next, stop: chunk positions, see `PlanReads._fill`.
         in_flight: the records of chunks [first, next).
-        error: what ended the reads early, None while all is well.
-        failed: the record that did so, None where no record is to blame.
+        error: the error that ended the reads early; None if there is none.
+        failed: the record to blame for `error`; None if there is none.
     """
 
     def __init__(self, tiers: TierSet, chunks: Chunks, segment: Segment) -> None:
@@ -173,19 +178,19 @@ class SegmentReads:
         self._tiers = tiers
         self._chunks = chunks
         self._meeting = tiers.exchange_tier(segment.tier, chunks)
-        self._slowest_s = 0.0  # of the reads
+        self._slowest_s = 0.0  # the slowest read so far
         self._cancelled = False
         self._changed = threading.Condition()
 
     @property
     def unread(self) -> int:
-        """Records that the tier was asked for and has not delivered."""
+        """Number of records requested from the tier and not delivered yet."""
         return sum(not (read.ended or read.awaited) for read in self.in_flight)
 
     def fill(self, at_most: int, wait: bool = False) -> int:
-        """Start reads of `at_most` chunks while there are slots; `wait` for the first slots.
+        """Start reads of up to `at_most` chunks while there are slots; `wait` for the first slots.
 
-        Returns how many records the tier was asked for; none where it lends them.
+        Returns the number of records requested; none if the tier lends them.
         """
         groups = self._chunks.groups
         ahead = MAX_IN_FLIGHT - len(self.in_flight) // groups
@@ -217,10 +222,10 @@ class SegmentReads:
         return self._start([read for read in reads if not read.awaited])
 
     def take_ready(self) -> list[Lease]:
-        """The leases of the next chunks that were read, verified, for the caller to release.
+        """Return verified leases of the next chunks, for the caller to release.
 
-        Waits for the first chunk; takes those after it that are complete as well. If there are none, `error`
-        says why.
+        Waits for the first chunk, and also takes the complete chunks after it. If empty, `error` has the
+        reason.
         """
         deadline = time.monotonic() + self._tiers.timeout_s
         ready: list[Lease] = []
@@ -238,14 +243,14 @@ class SegmentReads:
         return ready
 
     def cancel(self) -> None:
-        """Have `fill` and `take_ready` wait no more, but fail; from any thread."""
+        """Make waiting and later calls of `fill` and `take_ready` fail; from any thread."""
         with self._changed:
             self._cancelled = True
             self._changed.notify()
         self._tiers.staging.wake()
 
     def restart(self) -> None:
-        """Give back what was not taken; the tier keeps its own shares until its reads are done."""
+        """Release records that were not taken; the tier keeps its own leases until its reads end."""
         for read in self.in_flight:
             read.ended = True
             read.lease.release()
@@ -253,7 +258,7 @@ class SegmentReads:
         self.next = self.first
 
     def _borrow(self, names: Sequence[str]) -> bool:
-        """Take records that already lie in slots; whether there are any."""
+        """Take records that are in slots already; return whether there are any."""
         groups, tier = self._chunks.groups, self._tiers.tiers[self.tier]
         leases: list[Lease] = []
         for name in names:
@@ -270,7 +275,7 @@ class SegmentReads:
         return whole > 0
 
     def _start(self, reads: Sequence[RecordRead]) -> int:
-        """Ask the tier for records; how many."""
+        """Request records from the tier; return how many."""
         if not reads:
             return 0
         by_name = {self._chunks.names[read.number]: read for read in reads}
@@ -281,7 +286,7 @@ class SegmentReads:
         return len(reads)
 
     def _exchange(self) -> None:
-        """Leave other ranks what was read here, and take what they left; read it here if that takes long."""
+        """Share records with other ranks: put those read here, take theirs, and read late ones here."""
         if self._meeting is None:
             return
         names = self._chunks.names
@@ -303,11 +308,11 @@ class SegmentReads:
         self._start(damaged)
 
     def _collect(self, meeting: str, awaited: Sequence[RecordRead]) -> list[RecordRead]:
-        """Take what other ranks left of `awaited`; those that were damaged there."""
+        """Take `awaited` records that other ranks put; return the damaged ones."""
         names, tier, damaged = self._chunks.names, self._tiers.tiers[meeting], list[RecordRead]()
         try:
             left = tier.match_prefix([names[read.number] for read in awaited])
-        except OSError:  # nobody leaves anything there: patience ends
+        except OSError:  # the exchange tier fails: the wait for other ranks times out
             return []
         for read in awaited[:left]:
             lease = tier.borrow(names[read.number])
@@ -325,7 +330,7 @@ class SegmentReads:
         return damaged
 
     def _on_complete(self, read: RecordRead, error: BaseException | None) -> None:
-        if read.ended:  # it was given up, and others have its slot
+        if read.ended:  # it was given up, and its slot may be reused
             return
         error = error or self._damage(read)
         with self._changed:
@@ -334,7 +339,7 @@ class SegmentReads:
             self._changed.notify()
 
     def _damage(self, read: RecordRead) -> DamagedObject | None:
-        """What is wrong with a record."""
+        """Verify a record; return what is wrong, or None."""
         chunk, group = divmod(read.number, self._chunks.groups)
         form, identity = self._chunks.formats[group], self._chunks.identity(chunk)
         damage = record.verify(form, read.lease.buffer[: read.lease.used], *identity)
@@ -343,7 +348,7 @@ class SegmentReads:
         )
 
     def _wait(self, chunk: Sequence[RecordRead], deadline: float) -> None:
-        """Wait for the records of a chunk; `error` says why they are not all there, and sound."""
+        """Wait for the records of a chunk; on failure, set `error` and `failed`."""
         for read in chunk:
             if read.lent:
                 read.lent, read.error = False, self._damage(read)
@@ -367,4 +372,6 @@ class SegmentReads:
             late = late or (None if read.ended else read)
         if late is not None:
             name = self._chunks.names[late.number]
-            self.error = Stopped() if self._cancelled else TimeoutError(f"tier {self.tier!r}: {name} is late")
+            self.error = (
+                Stopped() if self._cancelled else TimeoutError(f"tier {self.tier!r}: {name} timed out")
+            )

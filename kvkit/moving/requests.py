@@ -1,4 +1,4 @@
-"""What a request says that it wants of the cache: its `kv_cache` object, read within a server's limits."""
+"""A request's `kv_cache` object: what it wants of the cache, within the server's limits."""
 
 from __future__ import annotations
 
@@ -13,24 +13,24 @@ from kvkit.tiers.eviction.policies import HIGHEST, NORMAL
 
 FIELD = "kv_cache"
 _MAX_TOKENS = 2**53 - 1
-"""The largest integer that every reader of JSON understands; vLLM's encoder takes none of over 64 bits."""
+"""Largest integer that every JSON parser represents exactly; vLLM's encoder takes at most 64 bits."""
 
 
 class RequestLimits(BaseModel):
-    """What requests may want of the cache."""
+    """Limits of what requests may want of the cache."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, hide_input_in_errors=True)
     load_from: tuple[str, ...] | None = Field(
-        default=None, description="tiers that requests may name to load from; none: as the engine's policy"
+        default=None, description="tiers that requests may load from; default: those of the engine's policy"
     )
     store_to: tuple[str, ...] | None = Field(
-        default=None, description="tiers that requests may name to store to; none: as the engine's policy"
+        default=None, description="tiers that requests may store to; default: those of the engine's policy"
     )
     max_keep_s: float = Field(
-        default=0.0, description="so many seconds at most may what they store be kept", ge=0, le=31_536_000
+        default=0.0, description="longest `keep_s` that requests may set, in seconds", ge=0, le=31_536_000
     )
     max_priority: int = Field(
-        default=NORMAL, description="the highest priority that they may give it", ge=0, le=HIGHEST
+        default=NORMAL, description="highest priority that requests may set", ge=0, le=HIGHEST
     )
 
 
@@ -47,14 +47,16 @@ class RequestFields(BaseModel):
 
 
 def read(given: Any, limits: RequestLimits, where: str, setting: str) -> RequestPolicy:
-    """What a request wants.
+    """Read and check a request's `kv_cache` object.
 
     Args:
-        given: what it says, out of JSON.
-        where: the request's field, and `setting` that of `limits`, as messages name them.
+        given: the object, decoded from JSON.
+        limits: limits of the server.
+        where: name of the request's field, for messages.
+        setting: name of the setting of `limits`, for messages.
 
     Raises:
-        ConfigError: it is unknown, impossible, or more than `limits` allow.
+        ConfigError: a field is unknown, invalid or beyond `limits`.
     """
     if not isinstance(given, dict):
         choices = ", ".join(RequestFields.model_fields)

@@ -1,4 +1,4 @@
-"""A token sequence as the cache sees it: its whole chunks and their names, and where its KV lies."""
+"""Token sequences: their whole chunks and record names, and the engine's pages that hold their KV."""
 
 from __future__ import annotations
 
@@ -23,32 +23,32 @@ TableIds = npt.NDArray[np.int64]
 
 
 class ChunkRows(TypedDict, total=False):
-    """Where some chunks lie, as `kvkit.kernels.pages.api` takes it: one of the two, a row per chunk."""
+    """Block ids or slots of chunks, a row per chunk, as in `kvkit.kernels.pages.api`; one of the two."""
 
     blocks: TableIds
     slots: TableIds
 
 
 class CacheError(RuntimeError):
-    """The cache cannot do what was asked. The message names the argument."""
+    """The cache cannot do what was requested. The message names the argument."""
 
 
 class UnknownModel(CacheError):
-    """A cache keeps nothing under that name. The message names it, and those that are known."""
+    """The cache does not serve this model. The message names it and the known one."""
 
 
 @dataclass(frozen=True, slots=True)
 class SequencePages:
-    """Where the KV of one sequence lies in an engine, for one layer group.
+    """The engine's pages that hold the KV of one sequence, for one layer group.
 
     Args:
         pages: the engine's pages of the group.
-        blocks: int64 [>= chunks * chunk_tokens / block_tokens], the sequence's block table, or
-        slots: int64 [>= chunks * chunk_tokens], a slot (block * N + offset) per token; one of the two.
+        blocks: block table of the sequence, int64 [>= chunks * chunk_tokens / block_tokens], or
+        slots: a slot (block * N + offset) per token, int64 [>= chunks * chunk_tokens]; one of the two.
 
-    A block or slot < 0 is not there: a load leaves its tokens out, a store has zeros in their place. Of
-    states, `blocks` has a block per chunk, for the snapshot at its end: where all groups' are there, it is
-    stored, and the last such place that a hit holds is where its load ends.
+    A block or slot < 0 is absent: loads skip its tokens, stores write zeros for them. For states, `blocks`
+    has one block per chunk, for the snapshot at its end. A snapshot is stored where all groups have a block,
+    and a load ends at the last such place that the hit holds.
     """
 
     pages: Pages
@@ -56,17 +56,17 @@ class SequencePages:
     slots: TableIds | None = None
 
     def rows(self, form: RecordFormat, first: int, count: int) -> ChunkRows:
-        """The block ids or the slots of chunks [first, first + count)."""
+        """Return the block ids or slots of chunks [first, first + count)."""
         return self.rows_of(form, range(first, first + count))
 
     def rows_of(self, form: RecordFormat, numbers: Sequence[int]) -> ChunkRows:
-        """The block ids or the slots of chunks with these numbers."""
+        """Return the block ids or slots of chunks with these numbers."""
         ids, per_chunk = self.table(form)
         ids = ids[: len(ids) // per_chunk * per_chunk].reshape(-1, per_chunk)[np.asarray(numbers, np.int64)]
         return {"slots": ids} if self.blocks is None else {"blocks": ids}
 
     def table(self, form: RecordFormat) -> tuple[TableIds, int]:
-        """The block ids or the slots, and how many of them a chunk has."""
+        """Return the block ids or slots, and their number per chunk."""
         size = form.namespace.chunk_tokens
         if self.blocks is not None:
             return self.blocks, size // form.group.block_tokens
@@ -74,8 +74,7 @@ class SequencePages:
         return self.slots, size
 
     def copied(self) -> SequencePages:
-        """The same in a copy on the host, of the blocks that are there: what becomes of the engine's does not
-        matter to it. Only for those with `blocks`."""
+        """Return a host copy of the blocks that are not absent. Only for pages with `blocks`."""
         assert self.blocks is not None
         there = self.blocks >= 0
         blocks = np.where(there, np.cumsum(there) - 1, -1)
@@ -89,10 +88,10 @@ class SequencePages:
         rotate: Rotation | None,
         after: CudaEvents | None,
     ) -> None:
-        """Put payloads of records in place, of chunk `first` and those after it. Mutates the pages.
+        """Unpack record payloads into the pages of chunk `first` and the chunks after it. Mutates the pages.
 
         Args:
-            rotate, after: as in `kvkit.kernels.pages.api.unpack`.
+            rotate, after: see `kvkit.kernels.pages.api.unpack`.
         """
         rows = self.rows(form, first, len(payloads))
         unpack(self.pages, payloads, **rows, rotate=rotate, after=after)
@@ -100,17 +99,17 @@ class SequencePages:
 
 @dataclass(frozen=True, slots=True)
 class Chunks:
-    """The whole chunks of one token sequence in one namespace: what every step works on.
+    """The whole chunks of one token sequence in one namespace: the input of every step.
 
     Attributes:
         tokens: int32 [chunks * chunk_tokens].
         keys: a key per chunk.
         names: an object name per record: chunk 0's groups, chunk 1's groups, ...
-        formats: a record format per layer group, but for those of states.
-        parent: key of the chunk before these; the namespace digest where there is none.
-        policy: what the request that they belong to wants of the cache.
-        first: how many chunks of the sequence come before these.
-        states: a record format per layer group of states, of which there may be snapshots.
+        formats: a record format per layer group, except groups of states.
+        parent: key of the preceding chunk; the namespace digest for the first chunk.
+        policy: request policy of the chunks.
+        first: number of chunks of the sequence before these.
+        states: a record format per layer group of states.
     """
 
     tokens: npt.NDArray[np.int32]
@@ -126,13 +125,13 @@ class Chunks:
     def of(
         tokens: Any, layout: KVLayout, namespace: Namespace, policy: RequestPolicy = DEFAULT_REQUEST_POLICY
     ) -> Chunks:
-        """The whole chunks of `tokens` (int32 [T]; numpy, torch or list)."""
+        """Return the whole chunks of `tokens` (int32 [T]; numpy, torch or list)."""
         every, count = formats_of(layout, namespace), layout.token_groups
         formats, states = every[:count], every[count:]
         ids, size, seed = as_tokens(tokens), namespace.chunk_tokens, formats[0].digest
         keys = chunk_keys(ids, size, seed, namespace.hash)
         names = [form.name(key) for key in keys for form in formats]
-        # a copy: engines write the next tokens into the same array, and a move may be under way for long
+        # a copy: engines write the next tokens into the same array, and a move may take long
         tokens = ids[: len(keys) * size].copy()
         return Chunks(tokens, keys, names, formats, seed, policy, states=states)
 
@@ -150,17 +149,17 @@ class Chunks:
         return self.formats[0].namespace.chunk_tokens
 
     def identity(self, chunk: int) -> tuple[bytes, bytes, npt.NDArray[np.int32]]:
-        """Parent key, key and token ids of a chunk."""
+        """Return parent key, key and token ids of a chunk."""
         size = self.chunk_tokens
         parent = self.keys[chunk - 1] if chunk else self.parent
         return parent, self.keys[chunk], self.tokens[chunk * size : (chunk + 1) * size]
 
     def records(self, start: int, stop: int) -> list[str]:
-        """The names of chunks [start, stop)."""
+        """Return the record names of chunks [start, stop)."""
         return self.names[start * self.groups : stop * self.groups]
 
     def part(self, start: int, stop: int) -> Chunks:
-        """Chunks [start, stop) alone; `start` becomes chunk 0.
+        """Return chunks [start, stop) alone, where `start` becomes chunk 0.
 
         Raises:
             CacheError: there are no such chunks.
@@ -181,18 +180,18 @@ class Chunks:
 
     @property
     def snapshots(self) -> list[str]:
-        """The names of all records of states that there may be at the ends of these chunks."""
+        """Names of the records of all possible snapshots, one per chunk and group of states."""
         return [form.name(key) for key in self.keys for form in self.states]
 
     @property
     def of_states(self) -> bool:
-        """Whether the records are a snapshot's."""
+        """True if the records are those of a snapshot."""
         return self.formats[0].group.state is not None
 
     def snapshot(self, chunk: int) -> Chunks:
-        """The states at the end of a chunk: that chunk alone, with records of states instead of its own.
+        """Return a chunk with the records of the states at its end in place of its own.
 
-        They follow no other record: without earlier ones they are of as much use, and they are evicted alone.
+        These records depend on no others, so they have no parent and are evicted separately.
 
         Raises:
             CacheError: there is no such chunk.
@@ -203,10 +202,10 @@ class Chunks:
 
 @dataclass(frozen=True, slots=True)
 class Hit:
-    """The leading run that is available: `tokens` tokens, whole chunks, `by_tier` of them at each tier.
+    """The available leading run: `tokens` tokens, in whole chunks, `by_tier` of them in each tier.
 
-    The first `exact` of them come from no tier with fewer bits. Whatever happens meanwhile, a load takes them
-    from none either: it ends before one that is nowhere else.
+    The first `exact` tokens come from tiers with full precision. A load never takes them from quantised
+    tiers: if they are nowhere else by then, it ends before them.
     """
 
     chunks: Chunks
@@ -226,17 +225,17 @@ class Hit:
 
     @property
     def approximate(self) -> dict[str, int]:
-        """Tokens that are kept with fewer bits, by tier: at all of them where records have a precision."""
+        """Tokens stored in fewer bits, by tier; all tokens if records have a precision."""
         every = any(form.group.precision for form in self.chunks.formats)
         return {tier: n for tier, n in self.by_tier.items() if every or tier in self.plan.approximate}
 
     def part(self, start: int, stop: int) -> Hit:
-        """Chunks [start, stop) of the hit as a hit of its own: for an engine that has those before.
+        """Return chunks [start, stop) as a separate hit, for an engine that has the chunks before.
 
-        Its pages begin at chunk `start`. Where the hit ends before `stop`, so does the part.
+        Its pages begin at chunk `start`. It ends with the hit if that ends before `stop`.
 
         Raises:
-            CacheError: `start` lies after the hit, or `stop` before it.
+            CacheError: `start` is after the end of the hit, or `stop` before `start`.
         """
         stop = min(stop, self.plan.chunks)
         return Hit(self.chunks.part(start, stop), cut(self.plan, start, stop))
@@ -244,12 +243,12 @@ class Hit:
 
 @dataclass(frozen=True, slots=True)
 class Loaded:
-    """What a load put into the engine: the first `tokens` tokens, `by_tier` of them from each tier.
+    """Result of a load: the first `tokens` tokens, `by_tier` of them from each tier.
 
     Attributes:
-        approximate: how many of them came from tiers with fewer bits.
-        approximate_from: the first of these; what the engine computes behind it is approximate, too, and not
-            to be stored. None: there is none.
+        approximate: number of tokens from tiers with fewer bits.
+        approximate_from: first approximate token; KV that the engine computes after it is approximate too,
+            and must not be stored. None: there is none.
     """
 
     tokens: int
@@ -259,7 +258,7 @@ class Loaded:
 
     @staticmethod
     def of(plan: RetrievePlan, chunk_tokens: int) -> Loaded:
-        """All that a plan says."""
+        """Return the result for a plan that was carried out completely."""
         by_tier = {tier: n * chunk_tokens for tier, n in plan.by_tier().items()}
         approximate = sum(n for tier, n in by_tier.items() if tier in plan.approximate)
         first = plan.exact * chunk_tokens if approximate else None
@@ -267,14 +266,14 @@ class Loaded:
 
 
 AllPages = SequencePages | Sequence[SequencePages]
-"""Pages of every layer group; one alone for a layout of one group."""
+"""Pages of every layer group; a single one for a layout of one group."""
 
 
 def check_pages(pages: AllPages, chunks: Chunks, count: int, layout: KVLayout) -> Sequence[SequencePages]:
-    """Pages per layer group, enough for the first `count` of `chunks`.
+    """Return the pages per layer group, after checking that they hold the first `count` of `chunks`.
 
     Raises:
-        CacheError: they are not.
+        CacheError: they do not.
     """
     groups = [pages] if isinstance(pages, SequencePages) else list(pages)
     if len(groups) != len(layout.groups):
@@ -294,17 +293,17 @@ def check_pages(pages: AllPages, chunks: Chunks, count: int, layout: KVLayout) -
 
 @functools.lru_cache(maxsize=1024)
 def formats_of(layout: KVLayout, namespace: Namespace) -> tuple[RecordFormat, ...]:
-    """A record format per layer group; remembered, since requests share few namespaces."""
+    """Return a record format per layer group; cached, since requests share few namespaces."""
     return tuple(RecordFormat.of(layout, group, namespace) for group in range(len(layout.groups)))
 
 
 def largest_record_bytes(layout: KVLayout, namespace: Namespace) -> int:
-    """Bytes of the largest record of any layer group: the smallest slot that takes them all."""
+    """Return the bytes of the largest record of any layer group: the minimum slot size."""
     return max(form.record_bytes for form in formats_of(layout, namespace))
 
 
 def snapshot_places(states: Sequence[SequencePages], stop: int) -> list[int]:
-    """Those of the first `stop` chunks at whose ends there are pages for all groups of states, ascending."""
+    """Return those of the first `stop` chunks with pages for all groups of states at their ends."""
     tables = [pages.blocks[:stop] for pages in states if pages.blocks is not None]
     if not tables:
         return []
@@ -313,14 +312,14 @@ def snapshot_places(states: Sequence[SequencePages], stop: int) -> list[int]:
 
 
 def at_place(states: Sequence[SequencePages], chunk: int) -> list[SequencePages]:
-    """Where the snapshot at the end of a chunk lies."""
+    """Return the pages of the snapshot at the end of a chunk."""
     return [SequencePages(p.pages, p.blocks[chunk : chunk + 1]) for p in states if p.blocks is not None]
 
 
 def clear_gaps(rows: ChunkRows, pieces: Sequence[npt.NDArray[np.uint8]]) -> None:
-    """Zero the pieces whose chunk has blocks or slots that are not there. Mutates them.
+    """Zero the pieces of chunks with absent blocks or slots. Mutates the pieces.
 
-    A slot of the staging memory holds what was last in it, which may be another tenant's.
+    A staging slot still holds its previous record, which may be another tenant's.
     """
     ids = rows["blocks"] if "blocks" in rows else rows["slots"]
     for piece, row in zip(pieces, ids, strict=True):

@@ -1,4 +1,4 @@
-"""The way back: chunks from an engine's pages into tiers, as sealed records."""
+"""Stores: chunks from an engine's pages into tiers, as sealed records."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class Stored:
-    """What a store started: `tokens` are in whole chunks, of which `new_tokens` were copied for tiers."""
+    """Result of a store: `tokens` tokens in whole chunks, `new_tokens` of them copied for tiers."""
 
     tokens: int
     new_tokens: int
@@ -30,14 +30,14 @@ class Stored:
 
 @dataclass(eq=False)
 class Store:
-    """Chunks on their way from the engine's pages into tiers, promised at once. Run it, or give it up.
+    """A store of chunks from the engine's pages, pending from its creation. Call `run` or `abort`.
 
     Args:
-        pages: a layer group each, states after the others.
-        ready: returns when the pages hold what is to be stored.
-        after: on a GPU, what must be done as well; None: see `pack`.
+        pages: one entry per layer group, states last.
+        ready: returns when the pages are complete.
+        after: on a GPU, events to wait for as well; None: see `pack`.
         on_stored, on_done: see `PendingStore`.
-        copy_first: take every chunk for one that tiers outside this process lack, and ask them afterwards.
+        copy_first: copy all chunks before asking tiers outside this process what they lack.
     """
 
     puts: WritePipeline
@@ -73,17 +73,17 @@ class Store:
         ]
 
     def abort(self) -> None:
-        """Have nobody wait for it. Only for one that is not run."""
+        """End the pending store. Only for a store that is not run."""
         self.promise.close()
         for snapshot in self._snapshots:
             snapshot.abort()
 
     def run(self, transfer: Transfer[Stored]) -> Stored:
-        """Copy what a target lacks and start putting it, until that is all or `transfer` is stopped."""
+        """Copy and put the chunks that a target lacks, until done or `transfer` is stopped."""
         chunks = self.chunks
         try:
             new = self._store(transfer)
-            # 6. the states that there are at the ends of chunks
+            # 6. the snapshots at the ends of chunks
             while self._snapshots:
                 self._snapshots.pop(0).run(transfer)
         finally:
@@ -95,27 +95,27 @@ class Store:
         return Stored(len(chunks) * chunks.chunk_tokens, new * chunks.chunk_tokens)
 
     def _store(self, transfer: Transfer[Stored]) -> int:
-        """Copy and put the chunks themselves; how many a tier took."""
+        """Copy and put the chunks themselves; return how many a tier took."""
         tiers, chunks = self.tiers, self.chunks
         stored: set[int] = set()
         try:
-            # 1. the engine has computed what is stored
+            # 1. wait until the engine has computed the chunks
             self.ready()
-            # 2. what each target lacks; some are asked when they get it
+            # 2. ask targets what they lack; some are asked at their puts instead
             later = self._asked_later() if self.copy_first else []
             lacking = self.puts.plan(chunks, [t for t in self.targets if t not in later]).segments
             unknown = [Segment(t, 0, len(chunks)) for t in later]
             left = self.puts.wanted([*lacking, *unknown], chunks, range(len(chunks)))
             transfer.when_stopped(tiers.staging.wake)
             while left and not transfer.stopped:
-                # 3. slots, as many as are free
+                # 3. lease slots, as many as are free
                 leases = self._slots(left, transfer)
                 if not leases:
                     break
                 count = len(leases) // chunks.groups
                 numbers, left = left[:count], left[count:]
                 try:
-                    # 4. packed and sealed: after all that waiting the engine may want its pages back
+                    # 4. pack and seal, unless the engine reclaimed its pages meanwhile
                     with transfer.pages:
                         if transfer.stopped:
                             break
@@ -127,15 +127,15 @@ class Store:
                     release_all(leases)
             return len(stored)
         finally:
-            self.promise.close()  # no more than tiers were given
+            self.promise.close()  # no more attempts will start
 
     def _asked_later(self) -> list[str]:
-        """The targets outside this process."""
+        """Return the targets outside this process."""
         tiers = self.tiers
         return [t for t in self.targets if not tiers.tiers[t].near and not tiers.passed_over(t)]
 
     def _slots(self, left: Sequence[int], transfer: Transfer[Stored]) -> list[Lease]:
-        """Slots for as many of chunks `left` as there are; none if one chunk's do not come free."""
+        """Lease slots for as many of chunks `left` as possible; none if one chunk's do not come free."""
         groups = self.chunks.groups
         count = min(MAX_IN_FLIGHT, len(left)) * groups
         try:
@@ -145,11 +145,13 @@ class Store:
         except Stopped:
             return []
         except StagingTimeout as error:
-            log.warning("store stopped, %d of %d chunks are left: %s", len(left), len(self.chunks), error)
+            log.warning(
+                "store ended early, %d of %d chunks not stored: %s", len(left), len(self.chunks), error
+            )
             return []
 
     def _pack(self, numbers: Sequence[int], leases: Sequence[Lease]) -> None:
-        """Fill slots with the sealed records of chunks, groups side by side."""
+        """Pack chunks into slots, groups side by side, and seal the records."""
         chunks = self.chunks
         for g, (form, group) in enumerate(zip(chunks.formats, self.pages[: chunks.groups], strict=True)):
             payloads = [record.payload(form, lease.array) for lease in leases[g :: chunks.groups]]
@@ -165,10 +167,10 @@ def seal(
     leases: Sequence[Lease],
     sums: Sequence[Sequence[int]] | None = None,
 ) -> None:
-    """Make records of chunks of the payloads in slots, groups side by side. Mutates the slots.
+    """Seal the payloads of chunks in slots, groups side by side. Mutates the slots.
 
     Args:
-        sums: of each record, its layers' checksums, where they are known.
+        sums: checksums of each record's layers, if known.
     """
     for i, lease in enumerate(leases):
         chunk, group = divmod(i, chunks.groups)

@@ -1,4 +1,4 @@
-"""The tiers as loads and stores ask them: with a deadline, passed over while they fail, counted."""
+"""The tier set: calls to tiers with timeouts, circuit breakers and counters."""
 
 from __future__ import annotations
 
@@ -33,28 +33,29 @@ log = logging.getLogger(__name__)
 T = TypeVar("T")
 
 TierHeldListener = Callable[[str, Sequence[str], bool], None]
-"""Called with a tier and what `kvkit.tiers.base.HeldListener` is called with."""
+"""Called with a tier and the arguments of `kvkit.tiers.base.HeldListener`."""
 
 ASKING_THREADS = 4
-"""Threads that ask a tier outside this process, so that a caller can stop waiting. Each tier has its own: one
-that hangs keeps them all."""
+"""Threads for calls to a tier outside this process, so that callers can time out. Each tier has its own,
+because a hanging tier blocks them all."""
 
 CLEARED_AT_ONCE = 256
-"""Records that a tier which is emptied deletes in one go: past the deadline, no others."""
+"""Records deleted at a time to clear a tier; after the deadline, no more are deleted."""
 
 
 class TierSet:
-    """What is asked of tiers, and what is known of them: answers, health, counts. Thread-safe.
+    """The tiers of a cache, with their health and counters. Thread-safe.
 
     Args:
-        tiers: by name; `policy` names no others.
+        tiers: tiers by name; `policy` names no others.
+        policy: tiers to retrieve from, store to and write back to.
         staging: slots that records pass through.
-        timeout_s: the longest that any single wait may take, in seconds.
-        copy, copies: as `KVLayout` has them.
+        timeout_s: timeout of any single wait, in seconds.
+        copy, copies: see `KVLayout`.
 
     Attributes:
         approximate: names of the tiers with fewer bits.
-        health: by tier.
+        health: health by tier.
         prefetched: records that prefetches left in slots.
     """
 
@@ -81,27 +82,26 @@ class TierSet:
         self._watched: dict[str, HeldListener] = {}
         self._counts = Counts()
         self._quarantine = Quarantine()
-        self._gets: dict[str, dict[object, float]] = {n: {} for n in tiers}  # when those under way began
+        self._gets: dict[str, dict[object, float]] = {n: {} for n in tiers}  # start times of those in flight
         far = [name for name, tier in tiers.items() if not tier.near]
         self._asking = {name: Workers(ASKING_THREADS, f"kvkit-ask-{name}") for name in far}
 
     def watch(self, tiers: Sequence[str], held_listener: TierHeldListener) -> bool:
-        """`Tier.watch` of `tiers`. Of one that does not tell by itself, what its answers say is told."""
+        """Call `Tier.watch` of `tiers`. Of a tier that does not report by itself, report its answers."""
         self._watched = {name: partial(held_listener, name) for name in tiers}
         return all([self.tiers[name].watch(told) for name, told in self._watched.items()])  # noqa: C419
 
     def owned_by_rank(self, tier: str, chunks: Chunks, number: int) -> bool:
-        """Whether it is this rank that puts chunk `number` of `chunks` into a tier, or reads it from there.
+        """Return whether this rank moves chunk `number` of `chunks` to and from a tier.
 
-        Of a tier that is common to ranks with equal KV each does every nth.
+        For a tier common to ranks with equal KV, each rank moves every nth chunk.
         """
         return not self.tiers[tier].common or (chunks.first + number) % self.copies == self.copy
 
     def exchange_tier(self, tier: str, chunks: Chunks) -> str | None:
-        """Where ranks with equal KV leave each other what they read from a tier; None: each reads all of it.
+        """Return the tier where ranks with equal KV share their reads; None: each rank reads everything.
 
-        That is a tier in this host's memory, common to them, to which what is loaded is written back anyway:
-        nothing approximate.
+        It is in host memory, common to the ranks, exact, and written back to anyway.
         """
         far = self.tiers[tier]
         if self.copies == 1 or far.near or not far.common or tier in self.approximate:
@@ -119,9 +119,9 @@ class TierSet:
         tiers: Sequence[str] | None = None,
         exact: int = 0,
     ) -> RetrievePlan:
-        """`plan` gone on with what `tiers` (None: the policy's) hold, but for (tier, chunk) in `bad`.
+        """Extend `plan` with what `tiers` (None: the policy's) hold, except for (tier, chunk) in `bad`.
 
-        The first `exact` chunks are sought in no tier with fewer bits.
+        The first `exact` chunks are not looked up in tiers with fewer bits.
         """
         known, sought = -1, for_request(self.policy, chunks.policy).retrieve_from if tiers is None else tiers
         plan = replace(plan, approximate=self.approximate)
@@ -138,7 +138,7 @@ class TierSet:
         return plan
 
     def nearest(self, chunks: Chunks, plan: RetrievePlan) -> RetrievePlan:
-        """`plan` with what lies in this host's memory by now taken from there. Asks no other tier."""
+        """Return `plan` with chunks that are in host memory by now taken from there. Asks no other tier."""
         sought = for_request(self.policy, chunks.policy).retrieve_from
         kept = [name for name in sought if self.tiers[name].near and not self.tiers[name].transient]
         near = [name for name in kept if not self.passed_over(name)]
@@ -154,15 +154,15 @@ class TierSet:
         return found
 
     def storage_name(self, tier: str, name: str) -> str:
-        """What a record of a tier is called where records of all tiers are kept."""
+        """Return a record's name where records of all tiers are kept together."""
         precision = self.tiers[tier].precision
         return name if precision is None else narrowed_name(name, precision)
 
     def trim_by_cost(self, plan: RetrievePlan, groups: int, first: int, compute_s: float) -> RetrievePlan:
-        """What of `plan` is had sooner by loading it than by computing it, as fast as tiers are of late.
+        """Return the part of `plan` that is faster to load than to compute, at the tiers' recent speeds.
 
-        The engine has `first` chunks, and takes `compute_s` seconds for one, of `groups` records. A tier of
-        which nothing was read for a while is taken at no cost, so that it is tried again.
+        The engine has `first` chunks and needs `compute_s` seconds per chunk of `groups` records. A tier
+        without recent reads counts as free of cost, so that it is tried again.
         """
         now = time.monotonic()
         known = {tier: self.health[tier].record_s(now) for tier in plan.by_tier()}
@@ -171,9 +171,9 @@ class TierSet:
         return plan if first >= plan.chunks else planning.clip(plan, first + kept)
 
     def ask(self, tier: str, names: Sequence[str], *, to_put: bool = False) -> int:
-        """How many of `names`, from the first on, the tier holds, or need not be put; none if it fails.
+        """Count the leading `names` that the tier holds, or that need no put; 0 if it fails.
 
-        What lies in quarantine it does not hold.
+        Records in quarantine count as missing.
         """
         sound = names[: self._quarantine.before(tier, names, time.monotonic())]
         if not sound:
@@ -187,7 +187,11 @@ class TierSet:
         return run
 
     def bounded(self, name: str, call: Callable[[Tier], T], timeout_s: float | None = None) -> T:
-        """What `call` returns; a tier outside this process gets `timeout_s` (default: the cache's) for it."""
+        """Return the result of `call`, within `timeout_s` (None: the cache's) for tiers outside this process.
+
+        Raises:
+            TimeoutError: such a tier is late.
+        """
         tier = self.tiers[name]
         if tier.near:
             return call(tier)
@@ -195,26 +199,26 @@ class TierSet:
         try:
             return future.result(self.timeout_s if timeout_s is None else max(0.0, timeout_s))
         finally:
-            future.cancel()  # nobody waits for it any more: what has not begun need not
+            future.cancel()  # after a timeout: a call that has not begun need not run
 
     def get(self, tier: str, names: Sequence[str], leases: Sequence[Lease], on_complete: OnComplete) -> None:
-        """Have a tier read records: `on_complete` takes one report per name, whatever the tier does."""
+        """Start reading records; `on_complete` gets exactly one report per name."""
         self._move("get", tier, names, leases, on_complete)
 
     def put(self, tier: str, names: Sequence[str], leases: Sequence[Lease], on_complete: OnComplete) -> None:
-        """Have a tier write records: `on_complete` takes one report per name, whatever the tier does."""
+        """Start writing records; `on_complete` gets exactly one report per name."""
         now, sound = time.monotonic(), list(zip(names, leases, strict=True))
         if self._quarantine.before(tier, names, now) < len(names):
             sound = [(n, lease) for n, lease in sound if self._quarantine.before(tier, [n], now)]
-            for name in {*names} - dict(sound).keys():  # a tier would take what lies there for the record
-                on_complete(name, TierError(f"tier {tier!r}: what lies in place of {name} cannot be removed"))
+            for name in {*names} - dict(sound).keys():  # the tier would take the bad object for the record
+                on_complete(name, TierError(f"tier {tier!r}: {name} is in quarantine and cannot be replaced"))
         if sound:
             self._move("put", tier, [n for n, _ in sound], [lease for _, lease in sound], on_complete)
 
     def drop(self, tier: str, name: str, damage: Damage) -> None:
-        """Delete a record that is not what it should be, so that it is stored anew.
+        """Delete a damaged record, so that it can be stored again.
 
-        Where that fails it is no hit all the same, for a while.
+        If that fails, the record is put in quarantine.
         """
         log.warning("tier %r: %s is damaged (%s) and will be deleted", tier, name, damage)
         with self.counting() as counts:
@@ -223,13 +227,13 @@ class TierSet:
             self.bounded(tier, lambda asked: asked.delete([name]))
             self._answered(tier, (name,), False)
         except Exception as error:
-            log.warning("tier %r: %s could not be deleted, and is passed over: %s", tier, name, error)
+            log.warning("tier %r: %s could not be deleted, and counts as a miss: %s", tier, name, error)
             self._quarantine.add(tier, name, time.monotonic())
             if tier in self._watched:
                 self._watched[tier]((name,), False)
 
     def pin(self, tier: str, chunks: Chunks, seconds: float) -> int:
-        """How many tokens the tier holds on to, and with them snapshots; none if it fails."""
+        """Pin chunks and their snapshots in a tier; return the tokens it pinned, 0 if it fails."""
         if self.passed_over(tier):
             return 0
         held = self._number(tier, lambda asked: asked.pin(chunks.names, seconds))
@@ -238,9 +242,9 @@ class TierSet:
         return held // chunks.groups * chunks.chunk_tokens
 
     def retain(self, tier: str, names: Sequence[str], policy: RequestPolicy, *, new: bool = False) -> None:
-        """Have a tier evict those of `names` that it holds as a request wants; `new`: it has stored them.
+        """Apply a request's retention to those of `names` that a tier holds; `new`: the request stored them.
 
-        What was there before keeps at least the priority that it has.
+        Records held before keep at least their priority.
         """
         asked = self.tiers[tier]
         try:
@@ -249,10 +253,10 @@ class TierSet:
             if policy.keep_s:
                 asked.pin(names, policy.keep_s)
         except Exception as error:
-            log.warning("tier %r: what it keeps is evicted like any other: %s", tier, error)
+            log.warning("tier %r could not retain records, which are evicted as usual: %s", tier, error)
 
     def clear(self, tier: str, timeout_s: float) -> int:
-        """Delete every record of a tier that can be deleted; how many there were. None is shunned any longer.
+        """Delete every record of a tier that can be deleted, and end their quarantine; return how many.
 
         Raises:
             TimeoutError: some are left after `timeout_s` seconds.
@@ -294,10 +298,10 @@ class TierSet:
         return removed
 
     def ended(self, tier: str, name: str | None, error: BaseException) -> None:
-        """Reads of a tier ended early: by `name`, if a record is to blame.
+        """Handle a failed read of a tier: record the failure, and drop record `name` if it is to blame.
 
-        One that cannot be read is dropped, and counts against the tier once: whether it or the tier was to
-        blame shows in whether others can be read. In a tier that is passed over already, all stay.
+        An unreadable record is dropped and counts once against the tier, because other reads show which of
+        the two is to blame. Once the tier's circuit is open, unreadable records stay.
         """
         suspect = isinstance(error, UnreadableObject)
         given_up = suspect and self.health[tier].state(time.monotonic()) == "open"
@@ -307,10 +311,10 @@ class TierSet:
             self.drop(tier, name, error.damage)
 
     def close(self, timeout_s: float) -> None:
-        """Close the tiers, at the same time, and end the asking threads; wait `timeout_s` seconds for all."""
+        """Close the tiers in parallel and end their threads, within `timeout_s` seconds in all."""
         until = time.monotonic() + timeout_s
         self.prefetched.close()
-        closing = Workers(len(self.tiers), "kvkit-close")  # late or not: a tier's threads have to end
+        closing = Workers(len(self.tiers), "kvkit-close")  # a tier's threads have to end even if late
         ends: dict[str, Future[None]] = {}
         for name, tier in self.tiers.items():
             try:
@@ -327,13 +331,13 @@ class TierSet:
             workers.close(0.0)
 
     def usable(self, tier: str) -> bool:
-        """Whether to ask it: not while it keeps failing. After a pause one caller gets yes, and must ask."""
+        """Return whether to ask a tier. After a pause of the circuit, one caller gets True and must ask."""
         return not self.passed_over(tier) and self.health[tier].usable(time.monotonic())
 
     def passed_over(self, tier: str) -> bool:
-        """Whether it failed and its pause lasts, for who was told of its records before. Changes nothing.
+        """Return whether a tier's circuit is open, for callers with a plan already. Changes nothing.
 
-        The pause lasts while reads that are late keep slots: each trial would cost as many more.
+        The circuit stays open while late reads hold slots: each trial would take as many more.
         """
         now = time.monotonic()
         state = self.health[tier].state(now)
@@ -344,7 +348,7 @@ class TierSet:
         return now - oldest > self.timeout_s
 
     def failed(self, tier: str, error: BaseException) -> None:
-        """Note that a tier did not deliver, or answer."""
+        """Record a tier's failure to deliver or answer."""
         if isinstance(error, FileNotFoundError | StagingTimeout | Stopped):  # not the tier's fault
             return
         if isinstance(error, UnreadableObject):
@@ -356,7 +360,7 @@ class TierSet:
             (counts.timeouts if late else counts.read_errors)[tier] += 1
 
     def count_loaded(self, chunks: Chunks, loaded: Loaded) -> None:
-        """Count what a load put into the engine. A snapshot is of no tokens but those that were counted."""
+        """Count what was loaded into the engine. A snapshot's tokens were counted with its chunks."""
         chunk_bytes = sum(form.record_bytes for form in chunks.formats)
         with self.counting() as counts:
             for tier, tokens in loaded.by_tier.items():
@@ -365,33 +369,33 @@ class TierSet:
 
     @contextmanager
     def counting(self) -> Iterator[Counts]:
-        """The counts, to be added to by nobody else meanwhile."""
+        """Yield the counters, under the lock."""
         with self._lock:
             yield self._counts
 
     def counts(self) -> Counts:
-        """A copy of what was counted so far."""
+        """Return a copy of the counters."""
         with self._lock:
             counts = self._counts.copy()
         counts.evicted_records.update({n: tier.evicted for n, tier in self.tiers.items() if tier.evicted})
         return counts
 
     def states(self) -> dict[str, HealthState]:
-        """The health of every tier."""
+        """Return the health of every tier."""
         now = time.monotonic()
         return {name: health.state(now) for name, health in self.health.items()}
 
     def _answered(self, tier: str, names: Sequence[str], held: bool) -> None:
-        """Tell what an answer says of a tier that does not tell by itself."""
+        """Report an answer of a watched tier that does not report by itself."""
         if tier in self._watched and not self.tiers[tier].tells:
             self._watched[tier](names, held)
 
     def _number(self, tier: str, call: Callable[[Tier], int]) -> int:
-        """What a tier answers; 0 if it fails."""
+        """Return a tier's answer; 0 if it fails."""
         try:
             number = self.bounded(tier, call)
         except Exception as error:
-            log.warning("tier %r could not be asked: %s", tier, str(error) or type(error).__name__)
+            log.warning("tier %r failed, and counts as empty: %s", tier, str(error) or type(error).__name__)
             self.failed(tier, error)
             return 0
         self.health[tier].answered(time.monotonic())
@@ -405,7 +409,7 @@ class TierSet:
         leases: Sequence[Lease],
         on_complete: OnComplete,
     ) -> None:
-        """One call of a tier's get or put, counted before the last report of it is passed on."""
+        """Call a tier's get or put; count the transfer before passing on its last report."""
         # shares: when the tier reports, it has released its own, and another record may lie in the slot
         shares = {name: lease.share() for name, lease in zip(names, leases, strict=True)}
         began, size, call, reporting = time.monotonic(), 0, object(), threading.Lock()

@@ -1,4 +1,4 @@
-"""Have what the first load and store will start compiled and loaded before a request waits for it."""
+"""Compiles and loads the kernels of the first load and store before a request waits for them."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ from kvkit.moving.sequence import ChunkRows, SequencePages
 from kvkit.staging import Lease
 
 COUNTS = (1, MAX_IN_FLIGHT)
-"""Chunks of a move, whose number has a part in how it is done."""
+"""Numbers of chunks per move that select different kernels."""
 
 
 def warm_up(pages: Sequence[SequencePages], formats: Sequence[RecordFormat], lease: Lease) -> None:
-    """Pack and unpack chunks of no tokens: all of a group's layers, and one. Pages stay as they are.
+    """Pack and unpack chunks without tokens: all layers of a group, and one layer. Changes no pages.
 
     Args:
-        pages, formats: a layer group each.
-        lease: of a slot, in which payloads lie as they will; mutated.
+        pages, formats: one entry per layer group.
+        lease: slot for payloads, at their usual offset; mutated.
     """
     for group, form in zip(pages, formats, strict=True):
         payload = record.payload(form, lease.array)

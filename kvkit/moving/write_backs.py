@@ -1,4 +1,4 @@
-"""Write-backs wait for the last read of their load, with which they would compete for processor and disk."""
+"""Write-backs of a load, delayed until its last read: they would compete for processor and disk."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from kvkit.staging import Lease, release_all
 
 
 class WriteBacks:
-    """What one load gives back to nearer tiers. Thread-safe.
+    """Records that one load writes back. Thread-safe.
 
-    A context manager: leaving it starts the puts of all that is held. What is held keeps its slots, so the
-    puts start earlier where anybody waits for one.
+    A context manager that starts all held puts on exit. Held records occupy slots, so the puts start earlier
+    if a caller waits for slots.
     """
 
     def __init__(self, puts: WritePipeline, chunks: Chunks, targets: Sequence[str]) -> None:
@@ -24,11 +24,11 @@ class WriteBacks:
         self._chunks = chunks
         self._targets = targets
         self._held: deque[tuple[str, int, list[Lease]]] = deque()
-        # a tier may take a slot to put a record, and so come back to `_reclaim`
+        # reentrant: a tier may lease a slot for a put, which calls `_reclaim` again
         self._lock = threading.RLock()
 
     def hold(self, tier: str, first: int, leases: Sequence[Lease]) -> None:
-        """Keep a share of validated records of `tier`, chunk `first` on, if a tier is to get them."""
+        """Hold a share of validated records of `tier`, from chunk `first` on, if they are written back."""
         if not self._puts.is_written_back(tier):
             return
         with self._lock:
@@ -37,7 +37,7 @@ class WriteBacks:
             self.start()
 
     def start(self) -> None:
-        """Start the puts of what is held."""
+        """Start the puts of the held records."""
         with self._lock:
             while self._held:
                 tier, first, leases = self._held.popleft()
@@ -55,7 +55,7 @@ class WriteBacks:
         self.start()
 
     def _reclaim(self, _: int) -> None:
-        # who has the lock starts them, or is in `hold` and will see that somebody waits
+        # the lock's holder starts them itself, or is in `hold` and will see the waiting caller
         if self._lock.acquire(blocking=False):
             try:
                 self.start()

@@ -1,8 +1,9 @@
-"""Sealed records on their way into tiers: queued, written, counted, and told of to whoever waits for them.
+"""Sealed records on their way into tiers: queued, written, counted and reported.
 
-    Puts.put -> PutQueue.go_on -> Tier.put ... -> Puts._end: counts, promises, a flush
+    WritePipeline.put -> WriteQueue.go_on -> Tier.put ... -> WritePipeline._end
 
-A tier that hangs keeps a bounded part of the slots. A record and a tier are one `WriteJob`, which ends once.
+`_end` updates counts, pending stores and flushes. A tier that hangs holds a bounded share of the slots. One
+record for one tier is a `WriteJob`, which ends once.
 """
 
 from __future__ import annotations
@@ -30,22 +31,22 @@ from kvkit.workers import Closed, Workers
 log = logging.getLogger(__name__)
 
 PATIENCE_S = 1.0
-"""A tier that completed none of its puts for so long, in seconds, is stuck."""
+"""Seconds without a completed put after which a tier is stuck."""
 
 MAX_DESCRIBED = 4096
-"""Arrays that are remembered as described; beyond that all are forgotten, which costs a look at each."""
+"""Maximum number of arrays remembered as described; beyond that, all are forgotten and checked again."""
 
 
 @dataclass(frozen=True, eq=False, slots=True)
 class Batch:
-    """What the puts of one call and one tier have in common; a flush knows them by it.
+    """The common data of the puts of one call and one tier; flushes track puts by it.
 
     Attributes:
-        formats: of the records' layer groups.
-        promise: hears how each put ends.
-        written_back: whether a load gives them, and not a store.
-        asks: whether the tier is asked what it lacks when it is their turn.
-        policy: how the tier is to evict them.
+        formats: record formats of the layer groups.
+        promise: pending store, notified of the end of each put.
+        written_back: True if the puts come from a load, not a store.
+        asks: True if the tier is asked what it lacks before writing.
+        policy: request policy, for the tier's eviction.
     """
 
     tier: str
@@ -58,7 +59,7 @@ class Batch:
 
 @dataclass(eq=False, slots=True)
 class WriteJob:
-    """One record on its way into one tier; `lease` is good until the put was started."""
+    """One record on its way into one tier; `lease` is valid until the put has started."""
 
     batch: Batch
     name: str
@@ -68,10 +69,10 @@ class WriteJob:
 
 @dataclass(frozen=True, slots=True)
 class Unsaved:
-    """Records that tiers do not have yet, by tier, and their bytes; false if there are none.
+    """Records that tiers do not have yet, and their bytes, by tier; false if there are none.
 
     Attributes:
-        uncopied: records of stores that no tier was given.
+        uncopied: number of records of stores that no tier was given yet.
     """
 
     records: Counter[str]
@@ -96,13 +97,13 @@ class Unsaved:
 
 
 class WriteQueue:
-    """The puts of one tier, of which `limit` are under way at a time. Thread-safe.
+    """The puts of one tier, at most `limit` in flight at a time. Thread-safe.
 
-    The others wait, and keep their slots, until they are given up. A tier that is stuck takes none that would
-    have to wait: then no more than the `limit` slots of what it may be writing are kept from others.
+    The others wait and hold their slots until they are cancelled. A stuck tier accepts no puts that would
+    have to wait, so it holds at most `limit` slots after that.
 
     Args:
-        start: starts some of one call; of each that ends `ended` and then `go_on` is called.
+        start: starts puts of one call; `ended` and then `go_on` are called for each that ends.
     """
 
     def __init__(self, limit: int, start: Callable[[Sequence[WriteJob]], None]) -> None:
@@ -115,7 +116,7 @@ class WriteQueue:
         self._lock = threading.Lock()
 
     def add(self, puts: Sequence[WriteJob]) -> int:
-        """Have puts of one call wait for `go_on`; how many, from the first on, were taken."""
+        """Queue puts of one call for `go_on`; return how many, from the first on, were accepted."""
         with self._lock:
             taken = puts[: max(0, self.limit - self._under_way)] if self.stuck else puts
             for put in taken:
@@ -124,9 +125,9 @@ class WriteQueue:
         return len(taken)
 
     def go_on(self) -> None:
-        """Start what waits, as far as the limit allows."""
+        """Start waiting puts, up to the limit."""
         with self._lock:
-            if self._starting:  # by a call further up, or another thread, which looks again before it ends
+            if self._starting:  # an outer call or another thread does this, and checks again before it ends
                 return
             self._starting = True
         while True:
@@ -146,18 +147,18 @@ class WriteQueue:
             release_all(leases)
 
     def ended(self) -> None:
-        """One of those that were started has ended."""
+        """Note that a started put has ended."""
         with self._lock:
             self._under_way -= 1
             self._progress_s = time.monotonic()
 
     @property
     def stuck(self) -> bool:
-        """Whether puts are under way, and none has ended for a while."""
+        """True if puts are in flight and none has ended for `PATIENCE_S`."""
         return self._under_way > 0 and time.monotonic() - self._progress_s > PATIENCE_S
 
     def cancel(self) -> list[WriteJob]:
-        """Release the slots of what waits; the puts that were not started."""
+        """Release the slots of waiting puts; return these puts."""
         with self._lock:
             gone = list(self._waiting)
             self._waiting.clear()
@@ -166,15 +167,15 @@ class WriteQueue:
 
 
 class WritePipeline:
-    """Everything between a sealed record and the report that tiers have it. Thread-safe.
+    """The path of sealed records into tiers, until their reports. Thread-safe.
 
     Args:
-        tiers: to put into.
-        groups: records of a chunk.
+        tiers: target tiers.
+        groups: records per chunk.
 
     Attributes:
-        promises: what stores are making.
-        outstanding: puts that have not ended, and descriptions of arrays.
+        promises: pending stores.
+        outstanding: puts and array descriptions that have not ended.
     """
 
     def __init__(self, tiers: TierSet, groups: int) -> None:
@@ -203,18 +204,18 @@ class WritePipeline:
         written_back: bool = False,
         asks: bool = False,
     ) -> set[int]:
-        """Start putting sealed records into the tiers whose segment has them, and where they are this rank's.
+        """Start putting sealed records into the tiers of `segments`, for the chunks that this rank owns.
 
-        A tier that is passed over, or whose puts hang, is left out.
+        Skips tiers with an open circuit or hanging puts.
 
         Args:
-            numbers: of the chunks that the records are of, ascending.
-            promise: hears how each put ends.
-            written_back: whether they come from another tier.
-            asks: whether tiers outside this process are asked what they lack when it is their turn.
+            numbers: chunk numbers of the records, ascending.
+            promise: pending store, notified of the end of each put.
+            written_back: the records come from another tier.
+            asks: ask tiers outside this process what they lack before writing.
 
         Returns:
-            Those of the chunks that at least one tier took.
+            The chunks that at least one tier accepted.
         """
         groups = chunks.groups
         held = {number: leases[i * groups : (i + 1) * groups] for i, number in enumerate(numbers)}
@@ -244,7 +245,7 @@ class WritePipeline:
         return taken
 
     def wanted(self, segments: Sequence[Segment], chunks: Chunks, numbers: Sequence[int]) -> list[int]:
-        """Those of `numbers` that this rank puts into the tier of any segment."""
+        """Return those of `numbers` that this rank puts into the tier of any segment."""
         mine = self.tiers.owned_by_rank
         return [
             number
@@ -255,10 +256,10 @@ class WritePipeline:
     def write_back(
         self, source: str, chunks: Chunks, first: int, leases: Sequence[Lease], targets: Sequence[str]
     ) -> None:
-        """Give validated records to those of `targets` that the policy names; slots are shared, not copied.
+        """Put validated records into those of `targets` that the policy names, sharing their slots.
 
-        The one way back for blocking and background loads, prefetches and single gets. Callers come here in
-        the order of the chunks, and stop at the first gap.
+        All loads, prefetches and single gets write back through this. Callers call it in the order of the
+        chunks and stop at the first gap.
         """
         numbers = range(first, first + len(leases) // chunks.groups)
         plan = self._plan_write_back(source, numbers.start, numbers.stop)
@@ -268,11 +269,11 @@ class WritePipeline:
         self.put(segments, chunks, numbers, leases, written_back=True)
 
     def is_written_back(self, source: str) -> bool:
-        """Whether a tier is to get what comes from `source`."""
+        """Return whether any tier gets records that come from `source`."""
         return bool(self._plan_write_back(source, 0, 1).segments)
 
     def plan(self, chunks: Chunks, targets: Sequence[str]) -> StorePlan:
-        """What each of `targets` lacks, but for those that are passed over; has them describe its arrays."""
+        """Plan what each of `targets` lacks, except those with an open circuit; describe new arrays there."""
         ask, usable = self.tiers.ask, self.tiers.usable
         resident = {t: ask(t, chunks.names, to_put=True) // chunks.groups for t in targets if usable(t)}
         for tier, run in resident.items():
@@ -285,12 +286,12 @@ class WritePipeline:
     def find_with_pending(
         self, chunks: Chunks, wait_s: float, tiers: Sequence[str] | None = None
     ) -> RetrievePlan:
-        """What the tiers hold of `chunks`, as a load needs it: where the model has states, up to a snapshot.
+        """Plan a load of what the tiers hold of `chunks`; if the model has states, up to a snapshot.
 
-        Waits up to `wait_s` seconds for what stores are making of it.
+        Waits up to `wait_s` seconds for pending stores of the rest.
         """
         until = time.monotonic() + wait_s
-        promised = self.promises.among(chunks.names)  # asked before the tiers: what ended since, they have
+        promised = self.promises.among(chunks.names)  # before the tiers are asked: they have what ends since
         plan = self.tiers.find(chunks, RetrievePlan(len(chunks)), tiers=tiers)
         while not plan.complete and promised:
             gap = promised.intersection(chunks.records(plan.chunks, plan.chunks + 1))
@@ -303,9 +304,9 @@ class WritePipeline:
     def with_states(
         self, chunks: Chunks, plan: RetrievePlan, wait_s: float, tiers: Sequence[str] | None = None
     ) -> RetrievePlan:
-        """`plan` up to the last place with a snapshot; all of it where the model has no states.
+        """Return `plan` up to the last place with a snapshot; all of it if the model has no states.
 
-        Waits up to `wait_s` seconds for snapshots that stores are making.
+        Waits up to `wait_s` seconds for pending stores of snapshots.
         """
         if not chunks.states:
             return plan
@@ -317,7 +318,7 @@ class WritePipeline:
         return planning.clip(plan, 0)
 
     def left(self) -> Unsaved:
-        """What is still to be saved: records that tiers were given, and those of stores that no tier was."""
+        """Return what is still to be saved: puts not ended, and records of stores that no tier was given."""
         records, sizes = Counter[str](), Counter[str]()
         for start, count in self.outstanding.starts().items():
             if isinstance(start, Batch):
@@ -326,7 +327,7 @@ class WritePipeline:
         return Unsaved(records, sizes, self.promises.uncopied())
 
     def close(self) -> Unsaved:
-        """Give up the puts that wait; which these were."""
+        """Cancel the waiting puts; return their records."""
         self.tiers.staging.off_shortage(self._reclaim)
         given_up = [put for queue in self._queues.values() for put in queue.cancel()]
         self._refuse(given_up, "the cache is closing")
@@ -338,7 +339,7 @@ class WritePipeline:
         return Unsaved(Counter(put.batch.tier for put in given_up), sizes)
 
     def _write(self, puts: Sequence[WriteJob], asked: bool = False) -> None:
-        """Have a tier write records of one call. Each put ends once, whatever the tier does."""
+        """Start the puts of one call. Each put ends exactly once."""
         batch, by_name = puts[0].batch, {put.name: put for put in puts}
         if batch.asks and not asked:
             self._write_lacking(puts)
@@ -351,7 +352,7 @@ class WritePipeline:
         )
 
     def _write_lacking(self, puts: Sequence[WriteJob]) -> None:
-        """Ask the tier in the background which records it has, and have it write the others."""
+        """Ask the tier in the background which records it has, and put the others."""
         tier, formats = puts[0].batch.tier, puts[0].batch.formats
         held = [put.lease.share() for put in puts]
 
@@ -364,7 +365,7 @@ class WritePipeline:
                     self._end(put, FileExistsError(f"tier {tier!r} has {put.name}"))
                 if self.tiers.passed_over(tier):
                     for put in puts[run:]:
-                        self._end(put, TierFull(f"tier {tier!r}: {put.name} is left out, for the tier fails"))
+                        self._end(put, TierFull(f"tier {tier!r}: {put.name} is not stored: circuit is open"))
                 elif run < len(puts):
                     self._describe(tier, formats)
                     for put, lease in zip(puts, held, strict=True):
@@ -384,10 +385,10 @@ class WritePipeline:
         """End puts that were not started."""
         for put in puts:
             tier = put.batch.tier
-            self._report(put, TierFull(f"tier {tier!r}: {put.name} is left out, for {why}"))
+            self._report(put, TierFull(f"tier {tier!r}: {put.name} is not stored: {why}"))
 
     def _end(self, put: WriteJob, error: BaseException | None) -> None:
-        """The one end of a put that was started."""
+        """End a put that was started."""
         queue = self._queues.get(put.batch.tier)
         if queue is not None:
             queue.ended()
@@ -396,7 +397,7 @@ class WritePipeline:
             queue.go_on()
 
     def _report(self, put: WriteJob, error: BaseException | None) -> None:
-        """Count how a put ended, and tell who waits for it."""
+        """Count how a put ended, and notify the pending store and flushes."""
         tier = put.batch.tier
         with self.tiers.counting() as counts:
             if error is None:
@@ -420,11 +421,11 @@ class WritePipeline:
         self.outstanding.done(put.batch)
 
     def _describe(self, name: str, formats: Sequence[RecordFormat]) -> None:
-        """Have a tier outside this process keep zarr.json for these arrays, once: a flush waits for it.
+        """Write zarr.json for new arrays to a tier outside this process; a flush waits for it.
 
-        Records are read without it, so a failure is no failure of the tier; the next store tries again.
+        Records are read without it, so a failure does not count against the tier; the next store retries it.
         """
-        if name in self._near:  # no store that Zarr could open
+        if name in self._near:  # Zarr cannot open these
             return
         with self._lock:
             new = [form for form in formats if (name, form.array) not in self._described]
@@ -461,14 +462,14 @@ class WritePipeline:
         return planning.plan_write_back(taken, stop, self.tiers.policy, self._near)
 
     def _reclaim(self, _: int) -> None:
-        """Somebody lacks slots: those of what waits for a tier that does not get on."""
+        """Cancel the waiting puts of tiers that are stuck or have an open circuit, to free slots."""
         for tier, queue in self._queues.items():
             if queue.stuck or self.tiers.passed_over(tier):
                 self._refuse(queue.cancel())
 
 
 class Outstanding:
-    """Counts what was started and not yet reported. Thread-safe."""
+    """Counter of what was started and not reported yet. Thread-safe."""
 
     def __init__(self) -> None:
         self._left: Counter[object] = Counter()  # by start
@@ -476,22 +477,22 @@ class Outstanding:
 
     @property
     def count(self) -> int:
-        """How many are left."""
+        """Number of unreported items."""
         with self._changed:
             return self._left.total()
 
     def starts(self) -> dict[object, int]:
-        """How many are left of each start."""
+        """Return the unreported items per start."""
         with self._changed:
             return dict(self._left)
 
     def add(self, start: object, count: int) -> None:
-        """Note that `count`, one or more, were started; `done` takes the same `start` for each of them."""
+        """Note that `count` (>= 1) were started; call `done` with the same `start` for each of them."""
         with self._changed:
             self._left[start] = count
 
     def done(self, start: object) -> None:
-        """Note that one of those was reported."""
+        """Note that one of `start` was reported."""
         with self._changed:
             self._left[start] -= 1
             if not self._left[start]:
@@ -499,7 +500,7 @@ class Outstanding:
                 self._changed.notify_all()
 
     def wait(self, timeout_s: float) -> int:
-        """Wait for all that were started before this call; how many are left at the deadline."""
+        """Wait for all started before this call; return how many are unreported at the deadline."""
         with self._changed:
             starts = set(self._left)
             self._changed.wait_for(lambda: starts.isdisjoint(self._left), timeout_s)

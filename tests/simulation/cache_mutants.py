@@ -314,7 +314,7 @@ CACHE_MUTANTS = (
         "what is promised is asked after the tiers: what ended in between is missed",
         PUTS,
         """\
-        promised = self.promises.among(chunks.names)  # asked before the tiers: what ended since, they have
+        promised = self.promises.among(chunks.names)  # before the tiers are asked: they have what ends since
         plan = self.tiers.find(chunks, RetrievePlan(len(chunks)), tiers=tiers)
 """,
         """\
