@@ -50,7 +50,7 @@ FILES = {
                 self._lock = threading.Lock()
                 self._records = {}
 
-            def count_leading(self, names):
+            def match_prefix(self, names):
                 with self._lock:
                     held = [name in self._records for name in names]
                 return held.index(False) if False in held else len(names)

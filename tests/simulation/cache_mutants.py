@@ -372,7 +372,7 @@ CACHE_MUTANTS = (
         "a store that is called off never says that it is done",
         CACHE,
         """\
-        transfer.add_done_callback(lambda done: store.give_up() if done.cancelled() else None)
+        transfer.add_done_callback(lambda done: store.abort() if done.cancelled() else None)
 """,
         "",
     ),
