@@ -126,7 +126,7 @@ def stored(tmp_path: Path) -> Path:
 def test_each_reads_every_nth_chunk_and_meets_the_others_in_a_pool(
     stored: Path, pool: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(reads, "PATIENCE_S", DEADLINE_S)
+    monkeypatch.setattr(reads, "EXCHANGE_WAIT_S", DEADLINE_S)
     with ExitStack() as stack:
         ranks = opened(stack, 2, stored, pool)
         names = ranks[0].cache.lookup(TOKENS).chunks.names

@@ -56,7 +56,7 @@ class CacheMachine(RuleBasedStateMachine):
         self.harmed = False
         self.cache: Cache | None = None
         # a busy machine can stop for longer: what a tier is given would be left out, which is not modelled
-        self.patience = mock.patch.object(writes, "PATIENCE_S", math.inf)
+        self.patience = mock.patch.object(writes, "STUCK_S", math.inf)
         self.patience.start()
 
     @initialize(

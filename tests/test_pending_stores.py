@@ -27,45 +27,45 @@ NAMES = "abc"
 def test_a_record_is_promised_until_a_tier_has_it_or_the_last_attempt_failed(
     moves: list[tuple[str, str]],
 ) -> None:
-    promises = PendingStores()
+    pending_stores = PendingStores()
     done: list[None] = []
-    promise = PendingStore(promises, NAMES, on_done=lambda: done.append(None))
-    other = PendingStore(promises, "c")
+    pending = PendingStore(pending_stores, NAMES, on_done=lambda: done.append(None))
+    other = PendingStore(pending_stores, "c")
     under_way, kept = dict.fromkeys(NAMES, 0), set[str]()
     for move, name in moves:
         if move == "attempt":
-            promise.attempt([name])
+            pending.attempt([name])
             under_way[name] += 1
         elif under_way[name]:
-            promise.ended("tier", name, None if move == "kept" else OSError())
+            pending.ended("tier", name, None if move == "kept" else OSError())
             under_way[name] -= 1
             kept |= {name} if move == "kept" else set()
-        assert promises.among(NAMES) == {*NAMES} - kept | {"c"}
+        assert pending_stores.among(NAMES) == {*NAMES} - kept | {"c"}
         assert done == []
-    promise.close()
+    pending.close()
     for name in NAMES:
         for _ in range(under_way[name]):
-            assert promises.among(name) == ({name} - kept or {*name} & {"c"})
+            assert pending_stores.among(name) == ({name} - kept or {*name} & {"c"})
             assert done == []
-            promise.ended("tier", name, OSError())
-    assert promises.among(NAMES) == {"c"}
+            pending.ended("tier", name, OSError())
+    assert pending_stores.among(NAMES) == {"c"}
     assert done == [None]
-    assert promises.wait("ab", 0.0)
-    assert not promises.wait("bc", 0.0)
+    assert pending_stores.wait("ab", 0.0)
+    assert not pending_stores.wait("bc", 0.0)
     other.close()
-    assert promises.wait(NAMES, 0.0)
+    assert pending_stores.wait(NAMES, 0.0)
 
 
 def test_what_other_ranks_store_is_promised_until_the_last_attempt_here_ends() -> None:
-    promises = PendingStores()
-    promise = PendingStore(promises, NAMES, others="bc")
-    promise.attempt("ab")  # b: in a tier of its own
-    promise.close()
-    assert promises.among(NAMES) == {*NAMES}
-    promise.ended("tier", "b", None)
-    assert promises.among(NAMES) == {*"ac"}
-    promise.ended("tier", "a", OSError())
-    assert promises.wait(NAMES, 0.0)
+    pending_stores = PendingStores()
+    pending = PendingStore(pending_stores, NAMES, others="bc")
+    pending.attempt("ab")  # b: in a tier of its own
+    pending.close()
+    assert pending_stores.among(NAMES) == {*NAMES}
+    pending.ended("tier", "b", None)
+    assert pending_stores.among(NAMES) == {*"ac"}
+    pending.ended("tier", "a", OSError())
+    assert pending_stores.wait(NAMES, 0.0)
 
 
 class Held:
@@ -113,8 +113,8 @@ def test_a_lookup_waits_no_longer_than_it_is_told(tmp_path: Path) -> None:
         held.tier.release()
 
 
-def promised(cache: Cache, tokens: npt.NDArray[np.int32]) -> set[str]:
-    return cache._puts.promises.among(cache.lookup(tokens).chunks.names)
+def pending(cache: Cache, tokens: npt.NDArray[np.int32]) -> set[str]:
+    return cache._puts.pending_stores.among(cache.lookup(tokens).chunks.names)
 
 
 def test_what_a_tier_does_not_take_is_not_waited_for(tmp_path: Path) -> None:
@@ -122,7 +122,7 @@ def test_what_a_tier_does_not_take_is_not_waited_for(tmp_path: Path) -> None:
     with held.cache as cache:
         held.store(tokens)
         cache.flush()
-        assert promised(cache, tokens) == set()
+        assert pending(cache, tokens) == set()
 
 
 @pytest.mark.parametrize("put", [Fault.HANG, Fault.FAIL, Fault.DROP])
@@ -158,14 +158,14 @@ def test_a_store_that_never_began_promises_nothing(ready: Callable[[], None] | N
             for seed in (7, 8)
         ]
         store = cache.store_async(tokens, places, ready=ready or (lambda: None))
-        assert promised(cache, tokens)
+        assert pending(cache, tokens)
         assert store.cancel() or ready is not None
         gate.set()
         for other in others:
             other.result(DEADLINE_S)
         assert store.cancelled() or isinstance(store.exception(DEADLINE_S), RuntimeError)
         assert cache.lookup(tokens, wait_s=DEADLINE_S).tokens == 0
-        assert promised(cache, tokens) == set()
+        assert pending(cache, tokens) == set()
 
 
 def test_copies_come_before_questions(tmp_path: Path) -> None:
@@ -196,7 +196,7 @@ def test_copies_come_before_questions(tmp_path: Path) -> None:
         cache.flush()
         assert cache.counts().stored_records == {"disk": 4}
         assert sorted(told) == [("disk", 2), ("disk", 3)]
-        assert promised(cache, tokens) == set()
+        assert pending(cache, tokens) == set()
         assert cache.load(cache.lookup(tokens), engine.places(table)).tokens == 4 * CHUNK
         engine.assert_loaded(tokens, table, 4)
 

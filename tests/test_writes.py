@@ -88,7 +88,7 @@ def test_what_a_tier_that_hangs_does_not_take_is_not_stored(tmp_path: Path) -> N
     with new_cache(engine, new_staging(engine, 8), [tier, ObjectTier(str(tmp_path / "disk"))]) as cache:
         first = cache.store(sequence(2, 1), engine.places(table), to=["hung"])
         assert first.new_tokens == 2 * CHUNK, "its limit is a third of 8 slots"
-        cache._puts._queues["hung"]._progress_s -= 2 * writes.PATIENCE_S  # as if so much time had passed
+        cache._puts._queues["hung"]._progress_s -= 2 * writes.STUCK_S  # as if so much time had passed
         assert cache.store(tokens, engine.places(table), to=["hung"]).new_tokens == 0
         assert cache.store(tokens, engine.places(table)).new_tokens == len(tokens), "the disk takes all"
         assert cache.counts().refused == {"hung": 2 * len(tokens) // CHUNK}
@@ -275,7 +275,7 @@ def test_what_waits_is_given_up_and_a_stuck_tier_takes_no_more(
     assert add(queue, records, 0, 6) == 6
     assert not queue.stuck
     assert [put.name for put in queue.cancel()] == ["2", "3", "4", "5"]
-    monkeypatch.setattr(writes, "PATIENCE_S", -1.0)
+    monkeypatch.setattr(writes, "STUCK_S", -1.0)
     assert queue.stuck
     assert add(queue, records, 6, 8) == 0
     queued.end()

@@ -29,7 +29,7 @@ from kvkit.workers import Transfer, Workers
 
 log = logging.getLogger(__name__)
 
-PATIENCE_S = 0.25
+STORE_WAIT_S = 0.25
 """How long `release_pages` waits for pending stores before it checks whether slots are short."""
 ROOM_S = 0.25
 """How long after a prompt began `wait` expects its receiver to have room.
@@ -356,7 +356,7 @@ class Prompts:
         self.go_on()
         stores = [store for prompt in self._prompts.values() for store in prompt.stores]
         until = time.monotonic() + self._cache.timeout_s
-        while wait(stores, PATIENCE_S).not_done:
+        while wait(stores, STORE_WAIT_S).not_done:
             if self._cache.staging.waiting or time.monotonic() >= until:
                 break
         for prompt in self._prompts.values():

@@ -18,22 +18,22 @@ class PendingStores:
         self._makers: Counter[str] = Counter()
         self._open: set[PendingStore] = set()
 
-    def begin(self, promise: PendingStore, names: Iterable[str]) -> None:
+    def begin(self, pending: PendingStore, names: Iterable[str]) -> None:
         """Add a pending store of these records."""
         with self._changed:
             self._makers.update(names)
-            self._open.add(promise)
+            self._open.add(pending)
 
-    def closed(self, promise: PendingStore) -> None:
+    def closed(self, pending: PendingStore) -> None:
         """Note that a pending store will start no more attempts."""
         with self._changed:
-            self._open.discard(promise)
+            self._open.discard(pending)
 
     def uncopied(self) -> int:
         """Count the records of pending stores that no tier was given yet."""
         with self._changed:
-            promises = list(self._open)
-        return sum(promise.unattempted for promise in promises)
+            pending_stores = list(self._open)
+        return sum(pending.unattempted for pending in pending_stores)
 
     def among(self, names: Iterable[str]) -> set[str]:
         """Return those of `names` that are pending."""
@@ -71,14 +71,14 @@ class PendingStore:
 
     def __init__(
         self,
-        promises: PendingStores,
+        pending_stores: PendingStores,
         names: Sequence[str],
         groups: int = 1,
         on_stored: Callable[[str, int], object] | None = None,
         on_done: Callable[[], object] = lambda: None,
         others: Iterable[str] = (),
     ) -> None:
-        self._promises = promises
+        self._pending_stores = pending_stores
         self._names = names
         self._groups = groups
         self._attempts = dict.fromkeys(names, 1)
@@ -89,7 +89,7 @@ class PendingStore:
         self._on_stored = on_stored
         self._on_done = on_done
         self._lock = threading.Lock()
-        promises.begin(self, names)
+        pending_stores.begin(self, names)
 
     @property
     def unattempted(self) -> int:
@@ -118,7 +118,7 @@ class PendingStore:
 
     def close(self) -> None:
         """Note that no more attempts will start. Call once."""
-        self._promises.closed(self)
+        self._pending_stores.closed(self)
         self._end(self._names, kept=False)
 
     def _end(self, names: Collection[str], *, kept: bool) -> None:
@@ -136,7 +136,7 @@ class PendingStore:
             if last:
                 over += self._attempts
                 self._attempts = {}
-        self._promises.end(over)
+        self._pending_stores.end(over)
         if last:
             _tell(self._on_done)
 

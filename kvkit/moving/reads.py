@@ -29,7 +29,7 @@ prefetch from two tiers loses the gain of reading them in parallel (benchmarks/b
 
 POLL_S = 0.002
 """Seconds between a load's checks for records that other ranks have read."""
-PATIENCE_S = 0.1
+EXCHANGE_WAIT_S = 0.1
 """Minimum seconds, from the start of a read, to wait for another rank before reading the record here."""
 
 
@@ -299,7 +299,7 @@ class SegmentReads:
         awaited = [read for read in self.in_flight if read.awaited]
         damaged = self._collect(self._meeting, awaited)
         late = [read for read in awaited if read.awaited and read not in damaged]
-        patience_s = max(PATIENCE_S, 2 * self._slowest_s)
+        patience_s = max(EXCHANGE_WAIT_S, 2 * self._slowest_s)
         if late and not self.unread and time.monotonic() > late[0].began + patience_s:
             self._meeting = None
             damaged += late

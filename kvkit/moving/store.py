@@ -55,9 +55,9 @@ class Store:
         chunks, mine = self.chunks, self.tiers.owned_by_rank
         of_others = [i for i in range(len(chunks)) if not all(mine(t, chunks, i) for t in self.targets)]
         others = [name for i in of_others for name in chunks.records(i, i + 1)]
-        promises = self.puts.promises
-        self.promise = PendingStore(
-            promises, chunks.names, chunks.groups, self.on_stored, self.on_done, others=others
+        pending_stores = self.puts.pending_stores
+        self.pending = PendingStore(
+            pending_stores, chunks.names, chunks.groups, self.on_stored, self.on_done, others=others
         )
         states = self.pages[chunks.groups :]
         self._snapshots = [
@@ -74,7 +74,7 @@ class Store:
 
     def abort(self) -> None:
         """End the pending store. Only for a store that is not run."""
-        self.promise.close()
+        self.pending.close()
         for snapshot in self._snapshots:
             snapshot.abort()
 
@@ -121,13 +121,13 @@ class Store:
                             break
                         self._pack(numbers, leases)
                     # 5. put
-                    stored |= self.puts.put(lacking, chunks, numbers, leases, self.promise)
-                    stored |= self.puts.put(unknown, chunks, numbers, leases, self.promise, asks=True)
+                    stored |= self.puts.put(lacking, chunks, numbers, leases, self.pending)
+                    stored |= self.puts.put(unknown, chunks, numbers, leases, self.pending, asks=True)
                 finally:
                     release_all(leases)
             return len(stored)
         finally:
-            self.promise.close()  # no more attempts will start
+            self.pending.close()  # no more attempts will start
 
     def _asked_later(self) -> list[str]:
         """Return the targets outside this process."""

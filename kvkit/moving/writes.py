@@ -30,7 +30,7 @@ from kvkit.workers import Closed, Workers
 
 log = logging.getLogger(__name__)
 
-PATIENCE_S = 1.0
+STUCK_S = 1.0
 """Seconds without a completed put after which a tier is stuck."""
 
 MAX_DESCRIBED = 4096
@@ -43,7 +43,7 @@ class Batch:
 
     Attributes:
         formats: record formats of the layer groups.
-        promise: pending store, notified of the end of each put.
+        pending: pending store, notified of the end of each put.
         written_back: True if the puts come from a load, not a store.
         asks: True if the tier is asked what it lacks before writing.
         policy: request policy, for the tier's eviction.
@@ -51,7 +51,7 @@ class Batch:
 
     tier: str
     formats: tuple[RecordFormat, ...]
-    promise: PendingStore | None
+    pending: PendingStore | None
     written_back: bool
     asks: bool
     policy: RequestPolicy
@@ -154,8 +154,8 @@ class WriteQueue:
 
     @property
     def stuck(self) -> bool:
-        """True if puts are in flight and none has ended for `PATIENCE_S`."""
-        return self._under_way > 0 and time.monotonic() - self._progress_s > PATIENCE_S
+        """True if puts are in flight and none has ended for `STUCK_S`."""
+        return self._under_way > 0 and time.monotonic() - self._progress_s > STUCK_S
 
     def cancel(self) -> list[WriteJob]:
         """Release the slots of waiting puts; return these puts."""
@@ -174,14 +174,14 @@ class WritePipeline:
         groups: records per chunk.
 
     Attributes:
-        promises: pending stores.
+        pending_stores: pending stores.
         outstanding: puts and array descriptions that have not ended.
     """
 
     def __init__(self, tiers: TierSet, groups: int) -> None:
         self.tiers = tiers
         self.outstanding = Outstanding()
-        self.promises = PendingStores()
+        self.pending_stores = PendingStores()
         self._described: set[tuple[str, str]] = set()
         self._lock = threading.Lock()
         near = [name for name, tier in tiers.tiers.items() if tier.near]
@@ -199,7 +199,7 @@ class WritePipeline:
         chunks: Chunks,
         numbers: Sequence[int],
         leases: Sequence[Lease],
-        promise: PendingStore | None = None,
+        pending: PendingStore | None = None,
         *,
         written_back: bool = False,
         asks: bool = False,
@@ -210,7 +210,7 @@ class WritePipeline:
 
         Args:
             numbers: chunk numbers of the records, ascending.
-            promise: pending store, notified of the end of each put.
+            pending: pending store, notified of the end of each put.
             written_back: the records come from another tier.
             asks: ask tiers outside this process what they lack before writing.
 
@@ -224,15 +224,15 @@ class WritePipeline:
             given = self.wanted([segment], chunks, numbers)
             if not given or self.tiers.passed_over(segment.tier):
                 continue
-            batch = Batch(segment.tier, chunks.formats, promise, written_back, asks, chunks.policy)
+            batch = Batch(segment.tier, chunks.formats, pending, written_back, asks, chunks.policy)
             self.outstanding.add(batch, len(given) * groups)
             puts = [
                 WriteJob(batch, name, lease, lease.used)
                 for number in given
                 for name, lease in zip(chunks.records(number, number + 1), held[number], strict=True)
             ]
-            if promise is not None:
-                promise.attempt([put.name for put in puts])
+            if pending is not None:
+                pending.attempt([put.name for put in puts])
             queue = self._queues.get(segment.tier)
             if queue is None:
                 self._write(puts)
@@ -291,13 +291,13 @@ class WritePipeline:
         Waits up to `wait_s` seconds for pending stores of the rest.
         """
         until = time.monotonic() + wait_s
-        promised = self.promises.among(chunks.names)  # before the tiers are asked: they have what ends since
+        pending = self.pending_stores.among(chunks.names)  # before asking tiers: they have what ends since
         plan = self.tiers.find(chunks, RetrievePlan(len(chunks)), tiers=tiers)
-        while not plan.complete and promised:
-            gap = promised.intersection(chunks.records(plan.chunks, plan.chunks + 1))
-            if not gap or not self.promises.wait(gap, until - time.monotonic()):
+        while not plan.complete and pending:
+            gap = pending.intersection(chunks.records(plan.chunks, plan.chunks + 1))
+            if not gap or not self.pending_stores.wait(gap, until - time.monotonic()):
                 break
-            promised -= gap
+            pending -= gap
             plan = self.tiers.find(chunks, plan, tiers=tiers)
         return self.with_states(chunks, plan, until - time.monotonic(), tiers)
 
@@ -324,7 +324,7 @@ class WritePipeline:
             if isinstance(start, Batch):
                 records[start.tier] += count
                 sizes[start.tier] += count * sum(f.record_bytes for f in start.formats) // len(start.formats)
-        return Unsaved(records, sizes, self.promises.uncopied())
+        return Unsaved(records, sizes, self.pending_stores.uncopied())
 
     def close(self) -> Unsaved:
         """Cancel the waiting puts; return their records."""
@@ -416,8 +416,8 @@ class WritePipeline:
         elif error is not None:
             log.warning("tier %r did not take %s: %s", tier, put.name, error)
         self.tiers.health[tier].answered(time.monotonic())  # a full disk can still be read
-        if put.batch.promise is not None:
-            put.batch.promise.ended(tier, put.name, error)
+        if put.batch.pending is not None:
+            put.batch.pending.ended(tier, put.name, error)
         self.outstanding.done(put.batch)
 
     def _describe(self, name: str, formats: Sequence[RecordFormat]) -> None:

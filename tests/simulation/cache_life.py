@@ -267,7 +267,7 @@ class CacheLife:
         """Nothing is under way any more, and whoever was told knows what is held."""
         puts: Any = self.cache._all_puts
         self.check(not puts.outstanding.count, "{} puts never end", puts.outstanding.count)
-        self.check(not puts.promises._makers, "promised for ever: {}", puts.promises._makers)
+        self.check(not puts.pending_stores._makers, "pending for ever: {}", puts.pending_stores._makers)
         for tier, queue in puts._queues.items():
             left = queue._under_way, len(queue._waiting)
             self.check(left == (0, 0), "puts into {}: {} under way, {} wait", tier, *left)

@@ -314,12 +314,12 @@ CACHE_MUTANTS = (
         "what is promised is asked after the tiers: what ended in between is missed",
         PUTS,
         """\
-        promised = self.promises.among(chunks.names)  # before the tiers are asked: they have what ends since
+        pending = self.pending_stores.among(chunks.names)  # before asking tiers: they have what ends since
         plan = self.tiers.find(chunks, RetrievePlan(len(chunks)), tiers=tiers)
 """,
         """\
         plan = self.tiers.find(chunks, RetrievePlan(len(chunks)), tiers=tiers)
-        promised = self.promises.among(chunks.names)
+        pending = self.pending_stores.among(chunks.names)
 """,
     ),
     # queues, circuits, ends
