@@ -88,7 +88,7 @@ def test_the_idle_client_gives_way_and_the_busy_one_does_not(
         deadline = time.monotonic() + DEADLINE_S
         while (answer := ask(server, "GET", "/tiers"))[0] == 200:
             assert time.monotonic() < deadline
-        assert answer == (503, {"error": "too many requests are under way"})
+        assert answer == (503, {"error": "too many requests are in flight"})
         cache.go_on.set()
         assert [connection.recv(65536)[:12] for connection in busy] == [b"HTTP/1.1 200"] * 2
     assert call(server, "GET", "/tiers")[0] == 200

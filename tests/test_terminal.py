@@ -186,7 +186,7 @@ def test_commands_in_a_terminal_and_through_a_pipe(tmp_path: Path) -> None:
     store = tmp_path / "store"
     tune = ("tune", "--show", "--device", "host")
     for arguments, words, row in (
-        ((*simulate, "--sweep", "memory=1GiB"), ("lru", "s3fifo", "1.0GiB", "could"), ""),
+        ((*simulate, "--sweep", "memory=1GiB"), ("lru", "s3fifo", "1.0GiB", "optimum"), ""),
         (
             (*simulate, "--wide"),
             ("lru", "s3fifo", "GB written memory", "wait p99"),

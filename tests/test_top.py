@@ -75,7 +75,7 @@ def test_a_single_frame_shows_totals(server: Server, cache: ManagedCache) -> Non
     lease.release()
     assert lines[0] == server.url
     assert lines[1] == "hit rate 25.0 %   lookups 1.234 k   tokens 4 k"
-    assert lines[2] == "slots 1 of 12   puts under way 3"
+    assert lines[2] == "slots 1 of 12   pending puts 3"
     near, far = row(lines, "near"), row(lines, "[far]")
     assert near[:4] == ["near", "ok", "0", "1 k"]
     assert "2.5 G" in near
@@ -245,7 +245,7 @@ def test_without_a_server_no_token_is_to_blame(arguments: tuple[str, ...], tmp_p
     with Server(cache, token=TOKEN, port=0) as server:
         asked = said(server.url)
     cache.close()
-    assert asked.startswith(f"error: {server.url}: wants a token: server.token_file=")
+    assert asked.startswith(f"error: {server.url}: requires a token: server.token_file=")
     assert str(tmp_path) in asked
 
 

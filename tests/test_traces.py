@@ -329,7 +329,7 @@ def test_the_command_says_what_a_csv_does_not_tell(tmp_path: Path) -> None:
     done = CliRunner().invoke(cli.app, ["simulate", str(path), "--json", str(out)], env=terminal)
     assert done.exit_code == 0, done.output
     assert "no request is known to share a prefix" in done.output
-    assert "none could" in done.output
+    assert "no hits possible" in done.output
     assert "1 requests of" in done.output
     document = json.loads(out.read_text())
     assert (document["prefixes_known"], document["failed_requests"]) == (False, 1)

@@ -1,11 +1,11 @@
-"""What tokens that are computed again tell of those that are not: all lost context, some more than others.
+"""Drift: an estimate of the KV error of reused tokens, made from the tokens that are recomputed.
 
 The KV of a document that was computed alone differs from a full prefill's in part by chance, in part in the
-same way for all of its tokens. A question attends to many tokens a little: there the first part cancels out
-and the second adds up. How much a token lost is known beforehand: in a full prefill it would have seen all
-tokens before it, alone it saw those of its document. The change of the tokens that are computed again grows
-with the logarithm of the one over the other (docs/leaderboard.md), so its slope, by least squares through
-the origin, is an estimate for all.
+same way for all of its tokens. A question attends to many tokens a little, so the first part cancels out and
+the second adds up. The context that a token lost is known in advance: a full prefill shows it all tokens
+before it; alone, it saw only those of its document. The change of recomputed tokens grows with the logarithm
+of the ratio of the two (docs/leaderboard.md). The slope of this change, by least squares through the origin,
+estimates the change of all other reused tokens.
 """
 
 from __future__ import annotations
@@ -24,18 +24,19 @@ from kvkit.kernels.pages import reference
 KAndV = tuple[torch.Tensor, torch.Tensor]
 """Pages of one layer, or rows of them."""
 Places = tuple[NDArray[np.int64], torch.Tensor, torch.Tensor]
-"""Positions, slots, and float32 what they lost, each [T]."""
+"""Positions, slots, and lost context in float32, each [T]."""
 OF_K = 0.5
-"""Of K's change so much of the share is added: all of it overshoots in the scores that the question gives."""
+"""The part of the share that is added to K: more overshoots in the question's attention scores."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Drift:
-    """The tokens that tell and those that are told, in pages k [B, H, n, D], v [B, H, n, Dv].
+    """The tokens to estimate from and the tokens to correct, in pages k [B, H, n, D], v [B, H, n, Dv].
 
     Args:
-        share: of the estimated change of V that is added; of K, before its rope, it is half as much.
-        telling, told: tokens.
+        share: share of V's estimated change that is added; of K's, before RoPE, half as much.
+        telling: recomputed tokens, from which the change is estimated.
+        told: other reused tokens, which are corrected.
     """
 
     share: float
@@ -46,10 +47,11 @@ class Drift:
     def of(
         cls, share: float, first_n: int, plan: BlendPlan, rows: NDArray[np.int32], slots: torch.Tensor
     ) -> Drift | None:
-        """That of recomputed `rows`, but for the first of every span; None where nobody tells or is told.
+        """Make the drift of the recomputed `rows`; None if there is nothing to estimate from or to correct.
 
         Args:
-            slots: int64 [N], of all tokens.
+            first_n: number of tokens at the start of every span from which nothing is estimated.
+            slots: int64 [N], slots of all tokens.
         """
         again = np.isin(np.arange(plan.tokens), rows)
         telling = np.flatnonzero(plan.reused & again & (offsets(plan.starts, plan.tokens) >= first_n))
@@ -65,11 +67,11 @@ class Drift:
         return cls(share, places(telling), places(told))
 
     def held(self, pages: KAndV) -> KAndV:
-        """K and V of those that tell, [T, H, D] and [T, H, Dv], to be given to `tell`."""
+        """Return K and V of `telling`, [T, H, D] and [T, H, Dv], to be passed to `tell`."""
         return _of(pages[0], self.telling[1]), _of(pages[1], self.telling[1])
 
     def tell(self, pages: KAndV, before: KAndV, rope: Rope) -> None:
-        """Add the share of what has changed since `held`. Mutates the pages of those that are told."""
+        """Add the share of the change since `held` to K and V of `told`. Mutates the pages."""
         k_pages, v_pages = pages
         (positions, _, lost), (others, slots, lost_by_others) = self.telling, self.told
         k, v = self.held(pages)
@@ -84,10 +86,10 @@ class Drift:
 
 
 def missed_context(plan: BlendPlan) -> NDArray[np.float32]:
-    """How much of what a full prefill would have shown it each token has not seen, float32 [N].
+    """Return how much context each token lost against a full prefill, float32 [N].
 
-    The logarithm of the tokens up to it in the prompt over those up to it where it was computed; 0 for what
-    is exact or computed.
+    The logarithm of a ratio: the tokens up to it in the prompt, over the tokens up to it where it was
+    computed. 0 for exact and computed tokens.
     """
     seen = np.arange(1, plan.tokens + 1)
     for span in plan.spans:
@@ -97,7 +99,7 @@ def missed_context(plan: BlendPlan) -> NDArray[np.float32]:
 
 
 def _slope(change: torch.Tensor, lost: torch.Tensor) -> torch.Tensor:
-    """By how much rows [T, H, D] change for each that they lost [T]: [H, D]."""
+    """Return the change [H, D] of rows [T, H, D] per unit of lost context [T]."""
     square = lost.square().sum().clamp(min=torch.finfo(lost.dtype).tiny)
     return torch.einsum("t,thd->hd", lost, change) / square
 

@@ -1,4 +1,4 @@
-"""Whether a model may be blended: the limits, and what was measured of its weights, kept for later."""
+"""The permission to blend with a model: its limits, and kept measurements of the model's weights."""
 
 from __future__ import annotations
 
@@ -13,17 +13,17 @@ from kvkit.blend.plan import BlendError, Selection
 from kvkit.environment import keep_verdict, verdict_path
 
 MAX_KL = 0.1
-"""Blending is not enabled above this KL divergence, in nats a token, ..."""
+"""The highest KL divergence with which blending may be enabled, in nats a token."""
 MAX_OF_NAIVE = 0.5
-"""... or above this share of the KL divergence of reuse without recomputing anything."""
+"""The highest such KL divergence as a share of that of reuse without recomputing anything."""
 
 
 def decide(kl: float, naive_kl: float) -> dict[str, Any]:
-    """Whether blending may be enabled, and by which figures.
+    """Decide whether blending may be enabled.
 
     Args:
-        kl: divergence of what blending makes of the next token's distribution, in nats a token.
-        naive_kl: of reuse without recomputing anything.
+        kl: KL divergence of the next token's distribution with blending, in nats a token.
+        naive_kl: the same of reuse without recomputing anything.
 
     Returns:
         passed, kl, naive_kl, of_naive, kl_limit, of_naive_limit.
@@ -40,30 +40,30 @@ def decide(kl: float, naive_kl: float) -> dict[str, Any]:
 
 
 def path_of(name: str) -> Path:
-    """Where what was measured of these weights is kept: below XDG_CACHE_HOME or ~/.cache."""
+    """Return the path of the measurements of these weights: below XDG_CACHE_HOME or ~/.cache."""
     return verdict_path("blend", name)
 
 
 def keep(names: Iterable[str], selection: Selection, measured: Mapping[str, Any]) -> list[Path]:
-    """Write down a decision (`passed`) and its figures, for `check`; returns where.
+    """Write a decision (`passed`) and its figures for `check`; return the paths.
 
     Args:
-        names: what those call the weights who will ask: each adapter has a name of its own for them.
+        names: names under which `check` looks for the weights; each adapter has its own.
     """
     content = {"passed": measured["passed"], "selection": asdict(selection), "measured": dict(measured)}
     return keep_verdict("blend", names, content)
 
 
 def check(name: str, selection: Selection, unless: str) -> None:
-    """Refuse weights that have not been found fit for blending with this selection.
+    """Refuse weights that did not pass the measurement of blending with this selection.
 
-    What passed with a ratio passes with a larger one: more is computed again.
+    Weights that passed with a ratio pass with a larger one: more is recomputed.
 
     Args:
-        unless: the setting that has them blended all the same, for the message.
+        unless: setting that enables blending without the check, for the message.
 
     Raises:
-        BlendError: they were not measured, were measured with another selection, or failed.
+        BlendError: the weights were not measured, were measured with another selection, or failed.
     """
     advice = f"run `kvkit doctor --blend MODEL`, or set {unless}"
     path: Path | str = "there is no home"
@@ -76,4 +76,4 @@ def check(name: str, selection: Selection, unless: str) -> None:
     if selection.ratio < measured_with.ratio or selection != replace(measured_with, ratio=selection.ratio):
         raise BlendError(f"blending was measured with {measured_with}, not {selection}: {advice}")
     if passed is not True:
-        raise BlendError(f"blending changes too much of what these weights say ({path}); or set {unless}")
+        raise BlendError(f"blending changes the output of these weights too much ({path}); or set {unless}")

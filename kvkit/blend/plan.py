@@ -1,15 +1,15 @@
-"""What blending reuses and recomputes: spans of a prompt, and the choice of tokens, as plain functions.
+"""Plans of blending: the spans of a prompt to reuse, and the tokens to recompute, as plain functions.
 
 Blending reuses KV that was computed after another prefix (CacheBlend, https://arxiv.org/abs/2405.16444). The
 tokens of a prompt are then of three kinds:
 
-    exact      their KV is what a full prefill computes: the true prefix, or a span at its own position after
-               the same tokens
-    reused     their KV was computed elsewhere: keys are rotated to the new position, but no token of such a
-               span has seen what stands before the span in this prompt
+    exact      their KV is equal to a full prefill's: the true prefix, or a span at its own position after the
+               same tokens
+    reused     their KV was computed elsewhere: keys are rotated to the new position, but the tokens have not
+               seen the tokens before their span in this prompt
     computed   no KV was found (gaps), or they are the question: their rows run through every layer
 
-Selection picks the few reused tokens whose rows are recomputed too.
+Selection picks the few reused tokens to recompute as well.
 """
 
 from __future__ import annotations
@@ -26,33 +26,35 @@ from kvkit.blend.methods.registry import named
 from kvkit.format.keys import Tokens, as_tokens
 
 QUESTION_TOKENS = 64
-"""The last computed tokens of a prompt, at most so many, are its question."""
+"""The maximum length of a question, which is the last computed tokens of a prompt."""
 _HASHED_TOKENS = 8
 _ODD = 0x9E3779B97F4A7C15
 
 
 class BlendError(ValueError):
-    """Blending is impossible. Names the argument, its value and what is wanted."""
+    """Impossible blending. The message names the argument, its value and the values expected."""
 
 
 @dataclass(frozen=True, slots=True)
 class Span:
-    """Consecutive tokens of a prompt, `start` to `stop`, whose KV was computed elsewhere."""
+    """Consecutive tokens of a prompt, `start` to `stop`, with KV that was computed elsewhere."""
 
     start: int
     stop: int
     first: int = 0  # position at which token `start` was computed
-    exact: bool = False  # the tokens before it were the same there: the KV is that of a full prefill
+    exact: bool = False  # computed after the same tokens: the KV is equal to a full prefill's
 
     @property
     def delta(self) -> int:
-        """By how many positions the keys move."""
+        """Number of positions by which the keys move."""
         return self.start - self.first
 
     def found(self, tokens: int, after: int = 0) -> Span:
-        """What of it is not before position `after`, where `tokens` tokens were found.
+        """Return the part of the span that was found, from position `after` on.
 
-        They are the leading ones of what the span was computed in, those before the span among them.
+        Args:
+            tokens: number of leading tokens found of the text in which the span was computed, including
+                tokens before the span.
         """
         start = min(max(self.start, after), self.stop)
         stop = max(start, min(self.stop, self.start + tokens - self.first))
@@ -61,12 +63,12 @@ class Span:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class BlendPlan:
-    """Which KV of a prompt of N tokens is there, and which is not. Make it with `plan_blend`."""
+    """The available and the missing KV of a prompt of N tokens. Made by `plan_blend`."""
 
-    spans: tuple[Span, ...]  # where KV was found, ascending; the true prefix is not among them
-    exact: NDArray[np.bool_]  # [N], tokens whose KV is that of a full prefill
+    spans: tuple[Span, ...]  # with KV, ascending; the true prefix is not among them
+    exact: NDArray[np.bool_]  # [N], True: the token's KV is equal to a full prefill's
     computed: NDArray[np.int32]  # positions without KV, ascending; the last token is always one
-    question: NDArray[np.int32]  # those of `computed` that are the question
+    question: NDArray[np.int32]  # positions of the question, a part of `computed`
 
     @property
     def tokens(self) -> int:
@@ -75,46 +77,45 @@ class BlendPlan:
 
     @property
     def reused(self) -> NDArray[np.bool_]:
-        """bool [N]: tokens whose KV was computed after another prefix; these can be selected."""
+        """Tokens with KV that was computed after another prefix, bool [N]; these can be selected."""
         reused = ~self.exact
         reused[self.computed] = False
         return reused
 
     @property
     def starts(self) -> NDArray[np.int32]:
-        """Where the spans with reused tokens begin."""
+        """Starts of the spans with reused tokens."""
         return np.array([span.start for span in self.spans if not span.exact], np.int32)
 
 
 @dataclass(frozen=True, slots=True)
 class Selection:
-    """How the tokens to recompute are chosen.
+    """The way to choose the tokens to recompute.
 
     Args:
         method: one of `kvkit.blend.methods.registry.METHODS`, each of which names its paper, or the
-            "package.module:name" of another `BlendMethod`. `question_attention`: those that the question
-            attends to most; `k_deviation`, `v_deviation`: those whose K or V of layer 1 changes most when
-            layer 0 is computed in full (CacheBlend); `first_n`: the first of every span (EPIC).
-        ratio: what recomputing may cost, 0 to 1: this share of the reused tokens' rows through all layers.
-            What choosing costs is part of it, so somewhat fewer tokens are chosen.
-        first_n: the first so many tokens of every span are always among them. They lost most: each span was
-            computed as the start of a text, whose first tokens draw attention to themselves.
-        layers: of `question_attention`: in how many layers the question looks before the choice is made, or
-            fewer where that would take more than half of the budget.
-        value_norm: of `question_attention`: weigh attention by the norm of the value that is attended to.
-            As `layers`, of other methods too, if their `NeedsQuestion` does not say.
-        fade: of `question_attention`: a score counts half so many tokens after its span's start, a third at
-            twice as many, and so on: the KV of later tokens, which saw more of their own span, differs less
-            from what a full prefill computes. 0: scores do not fade.
-        drift: this share of what V, and half of it of what K before its rope is estimated to have lost, by
-            the tokens that are computed again, is added to the other reused tokens, layer by layer: see
-            `kvkit.blend.drift`. 0: they stay as they were found.
-        coverage: the tokens with the highest scores are chosen until they have this share of all the scores,
-            so `ratio` is the most that recomputing may cost. Methods that see nothing choose as with 1: as
-            many as `ratio` has room for.
+            "package.module:name" of another `BlendMethod`. `question_attention`: the tokens that the question
+            attends to most; `k_deviation`, `v_deviation`: the tokens with the largest change of K or V in
+            layer 1 when layer 0 is computed in full (CacheBlend); `first_n`: the first of every span (EPIC).
+        ratio: budget of recomputation, 0 to 1: share of the reused tokens' rows through all layers. It
+            includes the cost of choosing, so somewhat fewer tokens are chosen.
+        first_n: number of tokens at the start of every span that are always recomputed. They lost most: each
+            span was computed as the start of a text, and its first tokens draw attention to themselves.
+        layers: for `question_attention`: number of layers in which attention is measured before the choice;
+            fewer if these would take more than half of the budget.
+        value_norm: for `question_attention`: weight attention by the norm of the value. Like `layers`, it
+            applies to other methods too, unless their `NeedsQuestion` sets it.
+        fade: for `question_attention`: a score counts half at this many tokens after its span's start, a
+            third at twice as many, and so on. Later tokens saw more of their own span, so their KV differs
+            less from a full prefill's. 0: scores do not fade.
+        drift: share of V's estimated change (half of it for K, before RoPE) that is added to reused tokens
+            that are not recomputed, layer by layer: see `kvkit.blend.drift`. 0: they stay as found.
+        coverage: share of the sum of all scores: tokens with the highest scores are chosen until they reach
+            it, and `ratio` is the most that recomputation may cost. Methods without input choose as many
+            tokens as `ratio` has room for, as with 1.
 
     Raises:
-        BlendError: a field is out of range, or the method cannot be had.
+        BlendError: a field is out of range, or the method is not available.
     """
 
     method: str = "question_attention"
@@ -143,12 +144,12 @@ class Selection:
 def plan_blend(
     tokens: int, prefix: int = 0, spans: Sequence[Span] = (), question: int = QUESTION_TOKENS
 ) -> BlendPlan:
-    """The plan of a prompt of `tokens` tokens.
+    """Plan the blending of a prompt of `tokens` tokens.
 
     Args:
-        prefix: leading tokens whose KV is exact. What spans say about them is ignored.
-        spans: what else was found, ascending and apart from one another.
-        question: at most so many tokens after the last span are the question.
+        prefix: number of leading tokens with exact KV. Spans over them are ignored.
+        spans: other KV that was found, ascending and without overlap.
+        question: maximum length of the question, in tokens after the last span.
 
     Raises:
         BlendError: the prompt is empty, or spans lie outside it, overlap or are out of order.
@@ -169,7 +170,7 @@ def plan_blend(
             kept.append(Span(start, stop, span.first + start - span.start, span.exact))
             found[start:stop] = True
             exact[start:stop] = span.exact
-    found[-1] = exact[-1] = False  # its logits are wanted
+    found[-1] = exact[-1] = False  # its logits are needed
     computed = np.flatnonzero(~found).astype(np.int32)
     after = kept[-1].stop if kept else min(prefix, tokens - 1)
     return BlendPlan(tuple(kept), exact, computed, computed[computed >= after][-question:])
@@ -183,17 +184,20 @@ def select_tokens(
     first_n: int = 0,
     coverage: float = 1.0,
 ) -> NDArray[np.int32]:
-    """The positions to recompute, ascending: the first of every span, then those with the highest scores.
+    """Choose the positions to recompute: the first of every span, then those with the highest scores.
 
     Args:
-        scores: float [N]; equal ones go by position, and those of -inf are not chosen. None: a token scores
-            the higher, the nearer it is to its span's start.
-        starts: int [spans], ascending, where spans begin.
+        scores: float [N]; equal scores go by position, and tokens with -inf are not chosen. None: a token
+            scores higher the nearer it is to its span's start.
+        starts: int [spans], starts of the spans, ascending.
         free: bool [N], tokens that may be chosen.
-        count: how many are wanted. More are returned only where the first of every span are more, fewer
-            only where fewer can be chosen.
-        first_n: of every span, so many tokens are chosen whatever their scores.
+        count: number of tokens to choose. More are returned only if the first of all spans are more, fewer if
+            fewer can be chosen or `coverage` is reached.
+        first_n: number of tokens at the start of every span that are chosen whatever their scores.
         coverage: as in `Selection`; a score below 0 counts as 0.
+
+    Returns:
+        Positions, int32, ascending.
 
     Raises:
         BlendError: lengths do not fit, or `count` or `first_n` is negative.
@@ -215,13 +219,13 @@ def select_tokens(
 
 
 def count_of(selection: Selection, plan: BlendPlan, layers: int) -> tuple[int, int]:
-    """How many tokens a selection chooses in a model of `layers` layers, and in how many of them it looks.
+    """Return the number of tokens that a selection chooses, and the number of layers run to choose them.
 
-    `selection.ratio` of the reused tokens is a budget of rows through layers, out of which choosing is paid
-    too, so that methods can be compared at equal cost: the question's attention takes the computed rows
-    through the layers that it looks into, deviations take every row through layer 0. Where the number of
-    tokens differs by layer, it is the mean. What other models or full recompute see (`NeedsAuxiliary`,
-    `NeedsRecompute`) is not paid for.
+    `selection.ratio` of the reused tokens is a budget of rows through layers. The cost of choosing is taken
+    from it, so that methods can be compared at equal cost: the question's attention takes the computed rows
+    through the layers in which it is measured, deviations take every row through layer 0. If the number of
+    tokens differs by layer, the mean is returned. The work of other models and of a full recompute
+    (`NeedsAuxiliary`, `NeedsRecompute`) is not counted.
     """
     rows = round(selection.ratio * int(plan.reused.sum()))
     needs = named(selection.method).needs
@@ -234,34 +238,35 @@ def count_of(selection: Selection, plan: BlendPlan, layers: int) -> tuple[int, i
     if not isinstance(needs, NeedsQuestion):
         return rows, layers
     wanted = min(selection.layers, layers - 1) if needs.depth is None else round(needs.depth * layers)
-    affordable = budget // (2 * len(plan.computed))  # at least half of it is for what is chosen
+    affordable = budget // (2 * len(plan.computed))  # at least half of it is for the chosen tokens
     looked = max(1, min(wanted, affordable))
     return max(0, round((budget - looked * len(plan.computed)) / layers)), looked
 
 
 def looks(selection: Selection, plan: BlendPlan, layers: int) -> int:
-    """In how many of a model's `layers` to look before tokens are chosen; 0: scores would change nothing."""
+    """Return the number of layers to run before tokens are chosen; 0: scores would change nothing."""
     count, looked = count_of(selection, plan, layers)
     first = select_tokens(None, plan.starts, plan.reused, 0, selection.first_n)
     return looked if len(first) < count else 0
 
 
 def question_of(selection: Selection) -> NeedsQuestion:
-    """What the selection's method needs to see of the question's attention, all of it said.
+    """Return the method's needs of the question's attention, with the selection's defaults filled in.
 
     Raises:
-        BlendError: it does not go by that.
+        BlendError: the method does not use the question's attention.
     """
     needs = named(selection.method).needs
     if not isinstance(needs, NeedsQuestion):
-        raise BlendError(f"method={selection.method!r}: does not go by the question's attention")
+        raise BlendError(f"method={selection.method!r}: does not use the question's attention")
     return needs if needs.value_norm is not None else replace(needs, value_norm=selection.value_norm)
 
 
 def filtered(selection: Selection, plan: BlendPlan, layers: int) -> list[int]:
-    """How many tokens a selection by deviation chooses in layer 1 and, where it is gradual, in each after it.
+    """Return the number of tokens that a selection by deviation chooses in layer 1.
 
-    On a straight line from a third more than the mean to a third fewer, never more than in the layer before.
+    If it is gradual, also in each layer after it: on a straight line from a third more than the mean to a
+    third fewer, never more than in the layer before.
     """
     count, _ = count_of(selection, plan, layers)
     needs = named(selection.method).needs
@@ -280,11 +285,12 @@ def choose(
     seen: NDArray[np.float32] | None = None,
     among: tuple[NDArray[np.bool_], int] | None = None,
 ) -> NDArray[np.int32]:
-    """The reused tokens to compute again, int32 ascending, in a model of `layers` layers.
+    """Choose the reused tokens to recompute, int32 ascending, in a model of `layers` layers.
 
     Args:
-        seen: what the selection's method needs, see `kvkit.blend.methods.method`. None where `looks` is 0.
-        among: bool [N] and a number: of these so many are chosen; None: of the reused as `count_of` says.
+        seen: input that the selection's method needs, see `kvkit.blend.methods.method`; None if `looks` is 0.
+        among: bool [N], tokens that may be chosen, and their number to choose; None: the reused tokens, and
+            the number from `count_of`.
 
     Raises:
         BlendError: the method's scores are not [N].
@@ -302,14 +308,15 @@ def choose(
 def split(tokens: Tokens, minimum: int = 64, maximum: int = 512) -> NDArray[np.int64]:
     """Cut a text into documents by its content, so that equal text gets equal cuts wherever it stands.
 
-    A cut is made before a token whose hash (of the 8 tokens before it) is smaller than those of the `minimum`
-    tokens on either side: local minima, as in Bjørner et al., "Content-dependent chunking for differential
-    compression" (2010). It depends on tokens at most `minimum` + 8 away and on nothing else. Pieces have
-    2 * `minimum` + 1 tokens on average; one longer than `maximum` (repetitive text) is cut into equal parts.
+    Each token has a hash of the 8 tokens before it. A cut is made before a token if its hash is smaller than
+    the hashes of the `minimum` tokens on either side: local minima, as in Bjørner et al., "Content-dependent
+    chunking for differential compression" (2010). A cut depends only on tokens at most `minimum` + 8 away.
+    Pieces have 2 * `minimum` + 1 tokens on average; a piece longer than `maximum` (repetitive text) is cut
+    into equal parts.
 
     Returns:
-        int64 [pieces + 1]: 0, the cuts, T. Every piece has `minimum` to `maximum` tokens, except that a text
-        shorter than `minimum` is one piece.
+        int64 [pieces + 1]: 0, the cuts, T. Every piece has `minimum` to `maximum` tokens, but a text shorter
+        than `minimum` is one piece.
 
     Raises:
         BlendError: `minimum` is below 1 or more than half of `maximum`.
@@ -335,7 +342,7 @@ def split(tokens: Tokens, minimum: int = 64, maximum: int = 512) -> NDArray[np.i
 
 
 def _window_hashes(ids: NDArray[np.int32]) -> NDArray[np.uint64]:
-    """uint64 [T]: a hash of the tokens before each token, at most 8 of them."""
+    """Hash the tokens before each token, at most 8 of them: uint64 [T]."""
     mixed = _mix(ids.astype(np.uint64) + np.uint64(1))
     hashes = np.zeros(len(ids), np.uint64)
     for back in range(1, _HASHED_TOKENS + 1):
@@ -344,7 +351,7 @@ def _window_hashes(ids: NDArray[np.int32]) -> NDArray[np.uint64]:
 
 
 def _mix(x: NDArray[np.uint64]) -> NDArray[np.uint64]:
-    """The finaliser of SplitMix64 (https://doi.org/10.1145/2714064.2660195)."""
+    """Apply the finaliser of SplitMix64 (https://doi.org/10.1145/2714064.2660195)."""
     x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
     return x ^ (x >> np.uint64(31))

@@ -1,24 +1,25 @@
-"""The layer loop of blending: recompute chosen rows of a prompt against KV that was computed elsewhere.
+"""The layer loop of blending: recomputes chosen rows of a prompt against KV computed elsewhere.
 
 For every layer: the rows' q, k, v -> rotate q and k, write K and V into the pages -> attention of the rows to
 all keys at or before them -> the rest of the layer. The rows are the prompt's computed tokens (gaps and the
 question) and the selected ones, together and in order; the KV of all other tokens stays as it was found.
 
-Which rows are selected is decided first, by what the selection's method needs to see (`kvkit.blend.methods`),
-and all of them then start at layer 0:
+The rows are selected first, from the input that the selection's method needs (`kvkit.blend.methods`). Then
+all of them start at layer 0, except with deviations:
 
     the question's attention   the computed rows alone run through the first layers against the KV as found.
-                               They run again with the selected ones, so that each that counts has seen the
-                               updated keys. Choosing costs computed rows * layers looked into.
-    deviations                 every row that is not exact runs through layer 0, and its K and V of layer 1
-                               are computed and compared with what was there; the selected rows go on from
-                               layer 1. Where the choice is gradual, each layer after it does the same with
-                               the rows that are left. Choosing costs the other rows' layer 0.
-    an auxiliary model         tells; or full recompute, in other pages, does. Neither is counted.
+                               They run again with the selected rows, so that the final rows have seen the
+                               updated keys. Choosing costs computed rows * layers run.
+    deviations                 every row that is not exact runs through layer 0; its K and V of layer 1 are
+                               computed and compared with those in the pages. The selected rows continue from
+                               layer 1. If the choice is gradual, each later layer does the same with the
+                               remaining rows. Choosing costs layer 0 of the other rows.
+    an auxiliary model         it provides the input. The same holds for a full recompute, in other pages. The
+                               cost of neither is counted.
     nothing                    choosing costs nothing.
 
-A selection's ratio is a budget of which the cost of choosing is a part. With every reused token selected the
-result is that of a full prefill, up to rounding.
+A selection's ratio is a budget that includes the cost of choosing. With every reused token selected, the
+result is equal to a full prefill's, up to rounding.
 """
 
 from __future__ import annotations
@@ -43,25 +44,25 @@ from kvkit.kernels.attention.rows import Rows
 
 Positions = NDArray[np.int32]
 Sees = Callable[[Positions], Positions]
-"""From the rows' positions, ascending, to the last key that each row attends to, ascending too."""
+"""Positions of rows, ascending -> the last key that each row attends to, ascending too."""
 Reader = Callable[[NDArray[np.int32], BlendPlan], NDArray[np.float32]]
-"""An auxiliary model: from a prompt's token ids and its plan to what `NeedsAuxiliary` shows."""
+"""An auxiliary model: (token ids of a prompt, its plan) -> the input of `NeedsAuxiliary`."""
 _Look = Callable[[int, torch.Tensor, torch.Tensor], None]
 ANCHORS_FIRST = 4
 
 
 @dataclass(frozen=True, slots=True)
 class Attention:
-    """How one layer attends."""
+    """The form of attention in one layer."""
 
     rope: Rope  # of its queries and keys
     scoring: Scoring
 
 
 class Decoder(Protocol):
-    """A decoder whose layers can be run for some rows of a prompt; every method is pure.
+    """A decoder that can run its layers for some rows of a prompt; every method is pure.
 
-    h is [M, E]: the hidden state of M rows.
+    h is [M, E], the hidden state of M rows.
     """
 
     @property
@@ -70,22 +71,22 @@ class Decoder(Protocol):
 
     @property
     def device(self) -> torch.device:
-        """Where weights and KV are."""
+        """Device of weights and KV."""
 
     def attention(self, layer: int) -> Attention:
-        """How a layer attends."""
+        """Return the form of attention in a layer."""
 
     def embed(self, ids: torch.Tensor) -> torch.Tensor:
-        """h of token ids, int64 [M]."""
+        """Return h of token ids, int64 [M]."""
 
     def qkv(self, layer: int, h: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """q [M, Hq, D], k [M, H, D], v [M, H, Dv] of a layer, not rotated."""
+        """Return q [M, Hq, D], k [M, H, D], v [M, H, Dv] of a layer, not rotated."""
 
     def post(self, layer: int, h: torch.Tensor, o: torch.Tensor) -> torch.Tensor:
-        """h after a layer whose attention gave o [M, Hq, Dv]."""
+        """Return h after a layer, given h before it and its attention's output o [M, Hq, Dv]."""
 
     def logits(self, h: torch.Tensor) -> torch.Tensor:
-        """[M, V] of h after the last layer."""
+        """Return logits [M, V] from h after the last layer."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -93,9 +94,9 @@ class PagedKV:
     """The KV of one sequence in an engine's pages.
 
     Args:
-        layers: (k [B, H, N, D], v [B, H, N, Dv]) per layer, D innermost. Taking a layer out may wait until
-            its KV has been loaded and rotated.
-        table: int64 [blocks], the sequence's blocks in order.
+        layers: (k [B, H, N, D], v [B, H, N, Dv]) per layer, D innermost. Access to a layer may wait until its
+            KV is loaded and rotated.
+        table: block table of the sequence, int64 [blocks].
     """
 
     layers: Sequence[tuple[torch.Tensor, torch.Tensor]]
@@ -104,11 +105,11 @@ class PagedKV:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Blended:
-    """What blending a prompt took."""
+    """The result and cost of blending a prompt."""
 
     logits: torch.Tensor  # of the last token, [V]
     selected: Positions  # reused tokens that were recomputed, ascending
-    row_layers: int  # rows that went through a layer, over all layers; a full prefill takes N * layers
+    row_layers: int  # number of rows run, summed over layers; a full prefill takes N * layers
 
 
 @torch.inference_mode()
@@ -122,22 +123,22 @@ def blend(
     sees: Sees | None = None,
     auxiliary: Reader | None = None,
 ) -> Blended:
-    """Complete a prompt's KV: compute what is missing, recompute what `selection` chooses.
+    """Complete a prompt's KV: compute the missing tokens, recompute those that `selection` chooses.
 
-    Mutates the pages of the computed and the selected tokens, and (by deviation) layers 0 and 1 of all that
-    are not exact, where the choice is gradual also the next layer of those that were left; with `drift` all
-    reused ones; no others.
+    Mutates the pages of computed and selected tokens. By deviation, also layers 0 and 1 of all tokens that
+    are not exact, and if the choice is gradual, the next layer of the remaining tokens. With `drift`, also
+    all reused tokens. No other pages change.
 
     Args:
-        kv: pages that hold the KV of all of the plan's tokens but the computed ones, rotated to its position.
+        kv: pages with the KV of all of the plan's tokens except computed ones, rotated to their positions.
         tokens: int32 [N], the whole prompt.
-        selection: None is the default one.
-        sees: what a row attends to; None: keys at or before its own position, which alone is right. Others
-            imitate the masks of other systems.
-        auxiliary: the model by which methods choose that need one.
+        selection: None: the default selection.
+        sees: last key that each row attends to; None: the key at its own position, the only correct choice.
+            Others imitate the masks of other systems.
+        auxiliary: auxiliary model, for methods that need one.
 
     Raises:
-        BlendError: the plan is of another length than the prompt; a method needs an auxiliary model.
+        BlendError: plan and prompt differ in length, or the method needs an auxiliary model.
     """
     selection = selection or Selection()
     run = _Run(decoder, kv, tokens, plan, sees, selection)
@@ -168,25 +169,25 @@ def recompute(
     *,
     sees: Sees | None = None,
 ) -> Blended:
-    """`blend` with the tokens to recompute, int32 ascending, chosen by the caller."""
+    """Blend as `blend` does, with the tokens to recompute, int32 ascending, chosen by the caller."""
     return _Run(decoder, kv, tokens, plan, sees).recompute(selected)
 
 
 def together(paid: torch.Tensor, asked: NeedsQuestion) -> torch.Tensor:
-    """What heads paid, [Hq, N], brought together as `NeedsQuestion.heads` says, but for `norm`."""
+    """Reduce the heads' attention, [Hq, N], as `NeedsQuestion.heads` states; `norm` is not supported."""
     return paid if asked.heads == "each" else paid.amax(0) if asked.heads == "max" else paid.mean(0)
 
 
 @dataclass(slots=True, eq=False)
 class _Run:
-    """One prompt under way; counts what it computes."""
+    """The blending of one prompt; counts the rows that it computes."""
 
     decoder: Decoder
     kv: PagedKV
     tokens: NDArray[np.int32]
     plan: BlendPlan
     sees: Sees | None
-    selection: Selection | None = None  # whose drift there is
+    selection: Selection | None = None  # for its drift
     row_layers: int = 0
 
     def __post_init__(self) -> None:
@@ -200,7 +201,7 @@ class _Run:
         return Blended(self.decoder.logits(h)[-1], selected, self.row_layers)
 
     def attention(self, asked: NeedsQuestion, layers: int, rows: Positions) -> NDArray[np.float32]:
-        """What `asked` shows of the first `layers` layers, through which `rows` run."""
+        """Run `rows` through the first `layers` layers; return the input that `asked` describes."""
         question = self.plan.question
         which = np.searchsorted(rows, question).tolist()
         whole, single = self._rows(question), [self._rows(question[i : i + 1]) for i in range(len(question))]
@@ -224,7 +225,7 @@ class _Run:
         return seen
 
     def recomputed(self) -> NDArray[np.float32]:
-        """What `NeedsRecompute` shows, of a full prefill in copies of the pages. Mutates nothing."""
+        """Return the input of `NeedsRecompute`, from a full prefill. Works on copies; mutates nothing."""
         pages = [(k.clone(), v.clone()) for k, v in self.kv.layers]
         other = replace(self, kv=PagedKV(pages, self.kv.table), row_layers=0, sees=None)
         every = np.flatnonzero(~self.plan.exact).astype(np.int32)
@@ -237,7 +238,7 @@ class _Run:
         return np.stack([paid, changes])
 
     def by_deviation(self, selection: Selection) -> Blended:
-        """Run every row that is not exact through layer 0, and those that are chosen on from there."""
+        """Run every row that is not exact through layer 0, then choose, and run the chosen rows further."""
         plan, layers = self.plan, self.decoder.layers
         rows, selected = np.flatnonzero(~plan.exact).astype(np.int32), None
         h, free = self.layers(rows, self._embed(rows), range(1)), plan.reused
@@ -253,7 +254,7 @@ class _Run:
         return Blended(self.decoder.logits(h)[-1], selected, self.row_layers)
 
     def _deviations(self, layer: int, rows: Positions, h: torch.Tensor) -> NDArray[np.float32]:
-        """What `NeedsDeviation` shows of these rows. Mutates their pages of the layer."""
+        """Return the input of `NeedsDeviation` for these rows. Mutates their pages of the layer."""
         q, k, v = self.decoder.qkv(layer, h)
         k_pages, v_pages = self.kv.layers[layer]
         slots, tokens = self._rows(rows).slots, v_pages.shape[2]
@@ -273,10 +274,10 @@ class _Run:
         look: _Look | None = None,
         anchors: float = 1.0,
     ) -> torch.Tensor:
-        """Run rows through layers; h after them, of the last row alone after the model's last layer.
+        """Run rows through layers and return h: after the model's last layer, of the last row only.
 
-        Mutates the rows' pages. `look` is shown every layer's rotated q and the logsumexp of its attention;
-        then all rows run through the last layer, too. `anchors`: as in `NeedsQuestion`.
+        Mutates the rows' pages. `look` gets every layer's rotated q and the logsumexp of its attention; with
+        it, all rows run through the last layer, too. `anchors`: as in `NeedsQuestion`.
         """
         slots = self._rows(positions).slots
         drift = self._drift(positions) if look is None else None
@@ -294,7 +295,7 @@ class _Run:
             if drift and before:
                 drift.tell((k_pages, v_pages), before, form.rope)
             self.row_layers += len(positions)
-            if layer == self.decoder.layers - 1 and look is None:  # only the last token's logits are wanted
+            if layer == self.decoder.layers - 1 and look is None:  # only the last token's logits are needed
                 q, h, rows = q[-1:], h[-1:], self._rows(seen[-1:])
             if anchors < 1:
                 o, lse = blend_attention(
@@ -317,9 +318,9 @@ class _Run:
     def _anchored(
         self, positions: Positions, share: float, k_pages: torch.Tensor, v_pages: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor, Rows]:
-        """K and V of what rows see that see only anchors, in one block, and the rows in it.
+        """Return K and V of the tokens that rows with anchors attend to, in one block, and the rows in it.
 
-        A sliding window counts the tokens that are there.
+        A sliding window counts only the tokens of that block.
         """
         plan, starts = self.plan, [*self.plan.starts.tolist(), self.plan.tokens]
         slots = self._rows(np.arange(plan.tokens, dtype=np.int32)).slots

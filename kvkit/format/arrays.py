@@ -1,6 +1,6 @@
-"""What Zarr readers are told of the records of one layer group: zarr.json, made and read by zarr-python.
+"""The zarr.json that describes a layer group's records to Zarr readers, made and read by zarr-python.
 
-It is written once per array, in the background, and never read on the way of a load.
+It is written once per array, in the background. Loads never read it.
 """
 
 from __future__ import annotations
@@ -13,20 +13,20 @@ from kvkit.format.narrowed import narrowed_shape
 from kvkit.format.record import CODEC_LEVEL, RecordFormat
 
 MAX_METADATA_BYTES = 1 << 20
-"""The longest zarr.json that is looked at."""
+"""The longest zarr.json that is read, in bytes."""
 
 _STORED_DTYPE = {"bfloat16": "uint16", "float8_e4m3fn": "uint8", "float8_e5m2": "uint8"}
 
 
 class MetadataError(ValueError):
-    """Bytes are no zarr.json of an array."""
+    """Bytes that are no zarr.json of an array."""
 
 
 def metadata(form: RecordFormat, codec: str = "none", narrowed: Precision | None = None) -> bytes:
-    """The zarr.json of the array that `form`'s records of one codec are, perhaps narrowed.
+    """Build the zarr.json of the array of `form`'s records with one codec, quantised if `narrowed` is set.
 
     bfloat16 is stored as uint16 and float8 as uint8; the attributes name the real dtype, and the namespace.
-    Rows of fewer bits are uint8, K's codes, V's, and their scales; the attributes name the precision.
+    Quantised rows are uint8: K's codes, V's codes, and their scales; the attributes name the precision.
     """
     import zarr
     from zarr.codecs import BloscCodec, ZstdCodec
@@ -34,7 +34,7 @@ def metadata(form: RecordFormat, codec: str = "none", narrowed: Precision | None
     group, rows, precision = form.group, form.group.stored, narrowed or form.group.precision
     k_size = 0 if group.opaque else group.k_size
     stored = "uint8" if group.opaque or narrowed else _STORED_DTYPE.get(rows.dtype, rows.dtype)
-    width = 1 if stored == "uint8" else rows.item_bytes  # of the elements whose bits are shuffled
+    width = 1 if stored == "uint8" else rows.item_bytes  # of the elements with shuffled bits
     shape = narrowed_shape(form.shape, k_size, group.dtype) if narrowed else form.shape
     compressors: dict[str, Any] = {
         "none": None,
@@ -72,10 +72,10 @@ def metadata(form: RecordFormat, codec: str = "none", narrowed: Precision | None
 
 
 def read(raw: bytes) -> dict[str, Any]:
-    """The fields of a zarr.json, as zarr-python understands them; defaults are filled in.
+    """Return the fields of a zarr.json as zarr-python reads them, with defaults filled in.
 
     Raises:
-        MetadataError: it is longer than MAX_METADATA_BYTES, or no array's.
+        MetadataError: it is longer than MAX_METADATA_BYTES, or describes no array.
     """
     import zarr
     from zarr.buffer.cpu import Buffer
@@ -85,15 +85,15 @@ def read(raw: bytes) -> dict[str, Any]:
     try:
         array = zarr.open_array({METADATA: Buffer.from_bytes(raw)}, mode="r", zarr_format=3)
         return dict(array.metadata.to_dict())
-    except Exception as error:  # what zarr-python raises for whatever somebody wrote there is not told
+    except Exception as error:  # zarr-python does not document what it raises for foreign content
         raise MetadataError(f"{type(error).__name__}: {error}") from error
 
 
 def differences(found: bytes, wanted: bytes) -> list[str]:
-    """The fields in which two zarr.json differ; of the attributes only kvkit's count.
+    """Return the fields in which two zarr.json differ; of the attributes only kvkit's count.
 
     Raises:
-        MetadataError: one is no array's.
+        MetadataError: one of them describes no array.
     """
     theirs, ours = read(found), read(wanted)
     theirs["attributes"], ours["attributes"] = (m.get("attributes", {}).get("kvkit") for m in (theirs, ours))

@@ -1,7 +1,7 @@
-"""Compressed records: every layer compressed on its own, so that any Zarr reader opens them.
+"""Compressed records: each layer is compressed on its own, so any Zarr reader can open them.
 
-A record describes itself, so neither direction needs to know its layout. Off by default: `docs/records.md`
-has what each codec saves and costs on real KV.
+A record describes itself, so neither direction needs its layout. Off by default: `docs/records.md` lists what
+each codec saves and costs on real KV.
 """
 
 from __future__ import annotations
@@ -32,12 +32,13 @@ if TYPE_CHECKING:
 
 
 def compress(record: Buffer, codec: str, out: Buffer) -> int:
-    """Write the sealed, uncompressed `record` into `out`, its layers compressed; returns the bytes written.
+    """Compress the layers of a sealed, uncompressed record into `out`; return the bytes written.
 
     Mutates `out`.
 
     Raises:
-        RecordError: unknown codec, no record, or the result does not fit `out` (data that does not compress).
+        RecordError: the codec is unknown, `record` is no record, or the result does not fit `out` (the data
+            does not compress).
         ImportError: numcodecs is not installed.
     """
     view, target = memoryview(record), memoryview(out)
@@ -65,10 +66,9 @@ def compress(record: Buffer, codec: str, out: Buffer) -> int:
 
 
 def decompress(record: Buffer, out: Buffer) -> Damage | int:
-    """Restore into `out` the record that `compress` made `record` of; its bytes, or what is damaged.
+    """Decompress `record` into `out`; return the bytes of the result, or the damage found.
 
-    Mutates `out`. An uncompressed record is copied. The result still has to pass
-    `kvkit.format.record.verify`.
+    Mutates `out`. Copies an uncompressed record. The result still has to pass `kvkit.format.record.verify`.
 
     Raises:
         ImportError: numcodecs is not installed.
@@ -93,18 +93,18 @@ def decompress(record: Buffer, out: Buffer) -> Damage | int:
     sums: list[int] = []
     for (start, _), (offset, packed_size) in zip(places, packed, strict=True):
         data, layer = view[offset : offset + packed_size], target[start : start + size]
-        if declared(data) != size:  # less would leave a part of `out` as it was
+        if declared(data) != size:  # a shorter layer would leave part of `out` unwritten
             return Damage.FORMAT
         try:
             compressor.decode(data, layer)
-        except (RuntimeError, ValueError):  # intact, but no output of this codec
+        except (RuntimeError, ValueError):  # the checksum fits, but this codec did not write the data
             return Damage.FORMAT
         sums.append(xxh3_64_intdigest(layer))
     return finish(target, "none", places, sums)
 
 
 def finish(target: memoryview, codec: str, places: Sequence[tuple[int, int]], sums: Sequence[int]) -> int:
-    """Write what follows the layers at `places`, and the header's fields that differ; the record's bytes.
+    """Write the trailer after the layers at `places`, and update the header; return the record's bytes.
 
     Mutates `target`.
     """
@@ -117,7 +117,7 @@ def finish(target: memoryview, codec: str, places: Sequence[tuple[int, int]], su
 
 
 def _zstd_bytes(frame: memoryview) -> int | None:
-    """Bytes that a Zstandard frame says it makes; None if it does not say, as those of `compress` do.
+    """Return the content size that a Zstandard frame declares, or None. Frames of `compress` declare one.
 
     RFC 8878, 3.1.1.1: magic, descriptor, window (not in a single segment), dictionary, content size.
     """
@@ -132,9 +132,9 @@ def _zstd_bytes(frame: memoryview) -> int | None:
 
 
 def _blosc_bytes(frame: memoryview) -> int | None:
-    """Bytes that a Blosc frame says it makes; None if it is not as long as it says.
+    """Return the content size that a Blosc frame declares; None if its own declared length is wrong.
 
-    c-blosc is not told how long it is, and would read past the end of one that is shorter.
+    c-blosc does not get the length of the frame, and would read past the end of a truncated one.
     """
     if len(frame) < 16:
         return None

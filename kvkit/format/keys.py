@@ -1,14 +1,14 @@
-"""Token ids to chained keys: which chunk of which prefix, in which namespace, as a digest.
+"""Chained keys of token ids: digests that name a chunk, its prefix and its namespace.
 
-A key is defined byte for byte, on any machine, in any language:
+Keys are defined byte for byte, for any machine and any language:
 
     parent_0 = H(namespace.to_bytes())
     key_i    = H(parent_i || the chunk's token ids, each a little-endian int32)
     parent_i+1 = key_i
 
 H is `xxh3_128` (XXH3, seed 0, canonical big-endian form, 16 bytes), `blake3` (32 bytes) or `sha256` (32
-bytes), never truncated. A trailing partial chunk has no key. XXH3 does not resist a malicious collision: a
-record verifies its tokens, and a store shared between tenants can have one of the other two.
+bytes), never truncated. A trailing partial chunk has no key. XXH3 does not resist malicious collisions:
+records verify their tokens, and a store that tenants share can use one of the other two.
 """
 
 from __future__ import annotations
@@ -30,11 +30,11 @@ TOKEN = np.dtype("<i4")
 
 
 class ChunkError(ValueError):
-    """Tokens, or a setting of the hash chain, are impossible. The message names the value and the choices."""
+    """Impossible tokens, or an impossible hash setting. The message names the value and the choices."""
 
 
 class SupportsArray(Protocol):
-    """A numpy array, a CPU torch tensor, a JAX array."""
+    """A numpy array, a CPU torch tensor or a JAX array."""
 
     def __array__(self) -> Any: ...
 
@@ -43,28 +43,28 @@ Tokens: TypeAlias = SupportsArray | Sequence[int]
 
 
 def namespace_digest(namespace: Namespace) -> bytes:
-    """The first parent: the digest of `namespace.to_bytes()` under `namespace.hash`.
+    """Return the first parent key: the digest of `namespace.to_bytes()` under `namespace.hash`.
 
     Raises:
-        ChunkError: an unknown or missing algorithm.
+        ChunkError: the algorithm is unknown or not installed.
     """
     return _digest(namespace.hash)(namespace.to_bytes())
 
 
 def chunk_keys(tokens: Tokens, chunk_tokens: int, parent: bytes, algorithm: str = "xxh3_128") -> list[bytes]:
-    """The keys of the whole chunks of `tokens`, in order.
+    """Return the keys of the whole chunks of `tokens`, in order.
 
     Args:
         tokens: token ids [T], see `as_tokens`.
         chunk_tokens: tokens per chunk, at least 1.
-        parent: the namespace digest, or the key of the chunk before these.
-        algorithm: a name in `DIGEST_BYTES`.
+        parent: namespace digest, or key of the chunk before these tokens.
+        algorithm: name in `DIGEST_BYTES`.
 
     Returns:
         T // chunk_tokens keys.
 
     Raises:
-        ChunkError: see `as_tokens`; an unknown or missing algorithm; a parent that is no digest of it.
+        ChunkError: an argument is invalid (`tokens`: see `as_tokens`), or the algorithm is not installed.
     """
     digest = _digest(algorithm)
     if chunk_tokens < 1:
@@ -75,28 +75,28 @@ def chunk_keys(tokens: Tokens, chunk_tokens: int, parent: bytes, algorithm: str 
     count = ids.size // chunk_tokens
     if not count:
         return []
-    # half the time of slicing a memoryview; numpy's bytes, unlike its strings, keep zeros at the end
+    # half the time of slicing a memoryview; numpy's void type, unlike its strings, keeps trailing zeros
     pieces = ids[: count * chunk_tokens].view(f"V{chunk_tokens * TOKEN.itemsize}").tolist()
     return [parent := digest(parent + piece) for piece in pieces]
 
 
 def as_tokens(tokens: Tokens) -> NDArray[np.int32]:
-    """Token ids as an array: int32 [T], contiguous, little-endian. Only read it: it may be the caller's own.
+    """Convert token ids to a contiguous, little-endian int32 array [T]. Do not write to the result.
 
-    Contiguous int32 in numpy or in a CPU torch tensor is not copied. A Python list costs 5 ns a token, so
-    keep tokens in an array where you can.
+    Contiguous int32 in numpy or in a CPU torch tensor is not copied, so the result may be the caller's array.
+    A Python list costs 5 ns a token: keep tokens in an array where you can.
 
     Args:
         tokens: integers of any width in a 1-D numpy array, torch tensor or JAX array, or a sequence of ints.
 
     Raises:
-        ChunkError: not integers, not 1-D, or a value that int32 does not hold.
+        ChunkError: the tokens are not integers, not 1-D, or do not fit int32.
     """
     if not hasattr(tokens, "__array__"):
         return _from_sequence(tokens)
     try:
         array = np.asarray(tokens)
-    except (TypeError, RuntimeError) as error:  # torch, of a tensor on a GPU or a dtype numpy lacks
+    except (TypeError, RuntimeError) as error:  # torch: a tensor on a GPU, or a dtype that numpy lacks
         raise ChunkError(f"tokens ({type(tokens).__name__}) are no array in memory: {error}") from error
     if array.dtype.kind not in "iu" or array.ndim != 1:
         raise ChunkError(f"tokens are {array.dtype} {array.shape}: want integers [T]")
@@ -111,8 +111,8 @@ def _from_sequence(tokens: Any) -> NDArray[np.int32]:
     if not isinstance(tokens, Sequence) or isinstance(tokens, (str, bytes, bytearray, memoryview)):
         raise ChunkError(f"tokens are a {type(tokens).__name__}: want an array or a sequence of ints")
     try:
-        # A third of the time that numpy takes, and it refuses floats and what does not fit. `struct.pack`
-        # would copy the sequence twice.
+        # A third of the time that numpy takes, and it rejects floats and values that do not fit.
+        # `struct.pack` would copy the sequence twice.
         return np.frombuffer(struct.Struct(f"<{len(tokens)}i").pack(*tokens), TOKEN)
     except struct.error as error:
         wrong = [

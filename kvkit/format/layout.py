@@ -1,6 +1,6 @@
-"""KV layouts and namespaces: every size, stride and fingerprint in kvkit comes from here.
+"""KV layouts and namespaces: the source of every size, stride and fingerprint in kvkit.
 
-Axis letters, used the same way everywhere:
+Axis letters, the same everywhere:
     L layers of a group    B blocks of the engine    H KV heads
     N tokens of a block    T tokens of a chunk       C channels, K head size + V head size
 """
@@ -28,19 +28,21 @@ ITEM_BYTES: Mapping[str, int] = {
     "float8_e5m2": 1,
 }
 Precision = Literal["fp8", "int8"]
-"""Forms of records with fewer bits than the KV has: 8-bit codes, and per token and head a float32 scale for K
-and one for V (`kvkit.kernels.pages.reference.quantise`)."""
+"""Precisions of quantised records.
+
+These hold 8-bit codes, and per token and head a float32 scale for K and one for V
+(`kvkit.kernels.pages.reference.quantise`)."""
 QUANTISABLE = ("float32", "float16", "bfloat16")
 ORDERS = ("LBHNC", "LBNHC", "LHBNC", "BLHNC", "BLNHC", "BHLNC")
 
 
 class LayoutError(ValueError):
-    """A layout, or tensors said to have it, is impossible. The message names the field and the value."""
+    """An impossible layout, or tensors that do not have one. The message names the field and the value."""
 
 
 @dataclass(frozen=True, slots=True)
 class LayerGroup:
-    """Layers whose KV has the same form: heads, head sizes, dtype, blocks and strides.
+    """Layers with KV of the same form: heads, head sizes, dtype, blocks and strides.
 
     Args:
         layers: indices of the layers in the model, ascending.
@@ -50,18 +52,18 @@ class LayerGroup:
         dtype: one of `ITEM_BYTES`.
         block_tokens: N, tokens per block of the engine.
         order: physical order of the axes, one of `ORDERS`; describes dense pages.
-        strides: of a layer's pages [B, H, N, C], in elements; None where dense in `order`.
-        window: sliding window in tokens, None for full attention.
-        page_bytes: set where pages are opaque (vLLM on CPU): the bytes of one block of one layer.
-            Such pages move whole; their bytes mean something to one engine on one ISA only.
-        first_head: the first of these heads among the model's, a multiple of `kv_heads`.
-        model_heads: heads of the model's layers, over all ranks of tensor parallelism; None: `kv_heads`.
-        model_layers: the model's layers of this form, over all stages of a pipeline, ascending, of which
-            `layers` are one of several parts of equal size; None: `layers`.
-        precision: of the KV in records; None: as the engine has it.
-        state: set where a layer keeps no K and V but a state (Mamba, linear attention, short convolutions):
-            what kind, of what shapes and dtypes. Pages are opaque then, and one stands for all tokens up to
-            the end of a chunk, whose tokens are `block_tokens`.
+        strides: strides of a layer's pages [B, H, N, C], in elements; None: dense in `order`.
+        window: sliding window in tokens; None: full attention.
+        page_bytes: bytes of one block of one layer if pages are opaque (vLLM on CPU), else None. Opaque pages
+            move whole; only one engine on one ISA can read them.
+        first_head: index of the first of these heads in the model, a multiple of `kv_heads`.
+        model_heads: heads of the model's layers, over all tensor-parallel ranks; None: `kv_heads`.
+        model_layers: the model's layers of this form over all pipeline stages, ascending; `layers` is one of
+            their parts of equal size. None: `layers`.
+        precision: precision of the KV in records; None: as the engine has it.
+        state: kind, shapes and dtypes of the state that these layers keep instead of K and V (Mamba, linear
+            attention, short convolutions), else None. Pages are then opaque; one page holds the state after
+            all tokens up to the end of a chunk, and a chunk has `block_tokens` tokens.
 
     Raises:
         LayoutError: a field is out of range.
@@ -85,10 +87,10 @@ class LayerGroup:
 
     @classmethod
     def of_states(cls, layers: Sequence[int], size: int, chunk_tokens: int, state: str) -> LayerGroup:
-        """Describe layers that keep a state of `size` bytes each, and no K and V, by chunks of these tokens.
+        """Describe layers that keep states of `size` bytes, and no K and V, in chunks of `chunk_tokens`.
 
         Raises:
-            LayoutError: as the class.
+            LayoutError: a field is out of range.
         """
         return cls(
             layers=tuple(layers),
@@ -123,7 +125,7 @@ class LayerGroup:
                 f"kv_heads={heads}, the first below the other"
             )
         if self.state is not None and not (self.state and self.page_bytes):
-            raise LayoutError(f"state={self.state!r}: want what kind it is, and page_bytes")
+            raise LayoutError(f"state={self.state!r}: want its kind, and page_bytes")
         for field, known in (("dtype", ITEM_BYTES), ("order", ORDERS)):
             if getattr(self, field) not in known:
                 raise LayoutError(f"{field}={getattr(self, field)!r}: want one of {', '.join(known)}")
@@ -140,37 +142,37 @@ class LayerGroup:
 
     @property
     def heads(self) -> int:
-        """Heads of the model's layers, of which these are some or all."""
+        """Heads of the model's layers; the group holds some or all of them."""
         return self.model_heads or self.kv_heads
 
     @property
     def place(self) -> int:
-        """Which part of the model's heads these are: the coordinate of their records on the head axis."""
+        """Number of the part of the model's heads: the records' coordinate on the head axis."""
         return self.first_head // self.kv_heads
 
     @property
     def parts(self) -> int:
-        """How many records hold all of the model's heads."""
+        """Number of records that hold all of the model's heads."""
         return self.heads // self.kv_heads
 
     @property
     def all_layers(self) -> tuple[int, ...]:
-        """The model's layers of this form, of which these are some or all."""
+        """The model's layers of this form; the group holds some or all of them."""
         return self.model_layers or self.layers
 
     @property
     def layer_place(self) -> int:
-        """Which part of the model's layers these are: the coordinate of their records on the layer axis."""
+        """Number of the part of the model's layers: the records' coordinate on the layer axis."""
         return self.all_layers.index(self.layers[0]) // len(self.layers)
 
     @property
     def layer_parts(self) -> int:
-        """How many records hold all of the model's layers."""
+        """Number of records that hold all of the model's layers."""
         return len(self.all_layers) // len(self.layers)
 
     @property
     def whole(self) -> LayerGroup:
-        """The group as it would be of the first layers and heads: what all parts have in common."""
+        """The group of the first layers and heads, which is the same for all parts."""
         return replace(self, first_head=0, layers=self.all_layers[: len(self.layers)])
 
     @property
@@ -185,7 +187,7 @@ class LayerGroup:
 
     @property
     def opaque(self) -> bool:
-        """Whether pages can only be moved whole."""
+        """True if pages can only be moved whole."""
         return self.page_bytes is not None
 
     @property
@@ -195,8 +197,10 @@ class LayerGroup:
 
     @property
     def stored(self) -> LayerGroup:
-        """The form of these layers' records: with a `precision` a row [C] is C codes, a float32 scale for K
-        and one for V, uint8 [C + 4 or 8]. Records, keys and stores need to know no more.
+        """The form of these layers' records.
+
+        With a `precision`, a row [C] is C codes, a float32 scale for K and one for V: uint8 [C + 4 or 8].
+        Records, keys and stores need no more than this form.
         """
         if self.precision is None:
             return self
@@ -204,10 +208,10 @@ class LayerGroup:
         return replace(self, k_size=row, v_size=0, dtype="uint8", strides=None, precision=None)
 
     def record_shape(self, chunk_tokens: int) -> tuple[int, int, int, int]:
-        """The shape [L, H, T, C] of a chunk, C as in `stored`; opaque: [L, 1, pages, page_bytes], uint8.
+        """Return the shape [L, H, T, C] of a chunk, C as in `stored`; opaque: [L, 1, pages, page_bytes].
 
         Raises:
-            LayoutError: `chunk_tokens` is not a multiple of `block_tokens`.
+            LayoutError: `chunk_tokens` is no multiple of `block_tokens` or, with a `state`, not equal to it.
         """
         fits = chunk_tokens == self.block_tokens if self.state else not chunk_tokens % self.block_tokens
         if chunk_tokens < 1 or not fits:
@@ -218,18 +222,18 @@ class LayerGroup:
         return len(self.layers), self.kv_heads, chunk_tokens, self.stored.channels
 
     def layer_bytes(self, chunk_tokens: int) -> int:
-        """Bytes of one layer of one chunk, exact."""
+        """Return the exact bytes of one layer of one chunk."""
         item_bytes = 1 if self.opaque else self.stored.item_bytes
         return math.prod(self.record_shape(chunk_tokens)[1:]) * item_bytes
 
     def chunk_bytes(self, chunk_tokens: int) -> int:
-        """Bytes of one chunk over all layers of the group, exact."""
+        """Return the exact bytes of one chunk over all layers of the group."""
         return len(self.layers) * self.layer_bytes(chunk_tokens)
 
     def pages(self, blocks: int, fill_byte: int = 0, device: str = "cpu") -> list[torch.Tensor]:
-        """A new pool of dense pages in `order`: one [B, H, N, C] view per layer of one allocation.
+        """Allocate a pool of dense pages in `order`; return one [B, H, N, C] view of it per layer.
 
-        Opaque groups give uint8 [B, 1, 1, page_bytes]. Every byte is `fill_byte`.
+        Views of opaque groups are uint8 [B, 1, 1, page_bytes]. Every byte is `fill_byte`.
         """
         import torch
 
@@ -246,17 +250,18 @@ class LayerGroup:
 
 @dataclass(frozen=True, slots=True)
 class KVLayout:
-    """The groups of layers of a model's KV cache, in a fixed order.
+    """The layer groups of a model's KV cache, in a fixed order.
 
-    Heads of the same layers may be in several groups, one after the other, and are alike then; so are layers
-    that are parts of the same.
+    Several groups may hold parts of the same heads or layers; these groups differ in nothing else. Groups of
+    states come last.
 
     Args:
-        copy, copies: which this is of the ranks of a host whose KV is equal, and how many they are: they
-            share the work of storing it and of reading it.
+        copy, copies: number of this rank among the ranks of a host with equal KV, and the number of these
+            ranks. They share the work of storing and reading it.
 
     Raises:
-        LayoutError: no group, or heads of a layer in two groups.
+        LayoutError: there is no group of K and V, a group of states precedes one, or a layer's heads are in
+            two groups.
     """
 
     groups: tuple[LayerGroup, ...]
@@ -270,34 +275,35 @@ class KVLayout:
         if len(set(layers)) != len(layers) or len(set(self.groups)) != len(self.groups):
             raise LayoutError(f"layers {sorted(layers)}: a layer's heads belong to one group only")
         if any(group.state for group in self.groups[: self.token_groups]) or not self.token_groups:
-            raise LayoutError("groups: want one or more of K and V, and then those of states")
+            raise LayoutError("groups: want one or more of K and V, then those of states")
 
     @property
     def token_groups(self) -> int:
-        """How many of the groups, from the first on, have records of every chunk; the others are states."""
+        """Number of groups that have records of every chunk; they come first, and groups of states follow."""
         return sum(group.state is None for group in self.groups)
 
     @property
     def arrays(self) -> list[LayerGroup]:
-        """The groups whose records are arrays of their own: parts of the same heads and layers share one."""
+        """One group per array of records; parts of the same heads and layers share an array."""
         return list(dict.fromkeys(group.whole for group in self.groups))
 
     @property
     def layers(self) -> int:
-        """Layers over all groups."""
+        """Number of layers over all groups."""
         return len({layer for group in self.groups for layer in group.layers})
 
     def chunk_bytes(self, chunk_tokens: int) -> int:
-        """Bytes of one chunk over all groups, exact."""
+        """Return the exact bytes of one chunk over all groups."""
         return sum(group.chunk_bytes(chunk_tokens) for group in self.groups)
 
     def fingerprint(self) -> str:
-        """32 hex digits (BLAKE2b-128) of all that decides a record's bytes, and what fewer bits these are.
+        """Return 32 hex digits (BLAKE2b-128) of all that decides a record's bytes, then its precisions.
 
         Records are canonical [L, H, T, C], so an engine's order, strides and block size do not count, nor
-        which of the model's heads and layers it has: engines that differ there share a store. The first three
-        do count where pages are opaque, and how many heads or layers a record holds where it holds some. KV
-        of fewer bits, and what was computed with it, is never that of full precision.
+        which of the model's heads and layers it holds: engines that differ in these share a store. Opaque
+        pages are an exception: their size, block size and order count. If a record holds only some heads or
+        layers of the model, their number counts. Quantised KV, and KV that was computed with it, never has
+        the fingerprint of full precision.
         """
         every = ("kv_heads", "k_size", "v_size", "dtype")
         described = []
@@ -315,14 +321,14 @@ class KVLayout:
 
     @staticmethod
     def from_config(config: Any, *, dtype: str, block_tokens: int = 16, order: str = "LBHNC") -> KVLayout:
-        """The layout of a Hugging Face decoder's `config`: MHA, GQA, MLA, sliding windows.
+        """Return the layout of a Hugging Face decoder's `config`: MHA, GQA, MLA, sliding windows.
 
-        Layers with a sliding window and layers without are groups of their own; the group that holds the
-        lowest layer comes first.
+        Layers with and without a sliding window are separate groups; the group with the lowest layer comes
+        first.
 
         Raises:
             LayoutError: the config names no layers or heads, or its KV is of another kind (linear attention,
-                layers that share KV, heads counted in a way of its own): use `from_tensors`.
+                layers that share KV, heads under another name): use `from_tensors`.
         """
         text = config.get_text_config() if hasattr(config, "get_text_config") else config
         layers = getattr(text, "num_hidden_layers", None)
@@ -363,14 +369,14 @@ class KVLayout:
         opaque: bool = False,
         windows: Sequence[int | None] | None = None,
     ) -> KVLayout:
-        """The layout of an engine's pages, one entry per layer in model order.
+        """Return the layout of an engine's pages, with one entry per layer in model order.
 
         Args:
-            pages: a tensor [B, H, N, C] per layer with K and V side by side in C, or K and V apart:
+            pages: per layer, a tensor [B, H, N, C] with K and V side by side in C, or K and V apart:
                 (k [B, H, N, Dk], v [B, H, N, Dv]). Any strides with C innermost.
-            v_size: of tensors with K and V side by side, V's part of C; None means half of it, 0 is MLA.
-            opaque: pages can only be moved whole; a block must then be contiguous bytes.
-            windows: a layer's sliding window, None for full attention.
+            v_size: V's part of C in tensors with K and V side by side; None: half of C; 0: MLA.
+            opaque: True if pages can only be moved whole; each block must be contiguous bytes.
+            windows: sliding window of each layer; None: full attention.
 
         Raises:
             LayoutError: a tensor is not 4-D, C is not innermost, or an opaque block has holes.
@@ -389,21 +395,21 @@ class KVLayout:
 class Namespace:
     """All that decides KV bytes besides the tokens. Its digest is the first parent of every hash chain.
 
-    Two caches share records if, and only if, their namespaces are equal; rank and world may differ where
-    ranks share.
+    Two caches share records if and only if their namespaces are equal; rank and world may differ if ranks
+    share.
 
     Args:
-        model: hub id or a name for the weights.
+        model: hub id, or another name of the weights.
         layout: `KVLayout.fingerprint()`.
-        dtype: what the model computes in.
-        revision: of the weights.
-        lora: what the adapter holds, empty for none.
-        draft: what the draft is whose KV lies beside the model's, empty for none.
-        rank, world: of the process among those of its engine.
-        ranks_share: whether the layout says which heads and layers a record holds: rank and world decide
-            nothing then.
-        isa: where pages are opaque, the instruction set that wrote them.
-        salt: keeps tenants apart. Records carry its effect on the keys, never the salt itself.
+        dtype: dtype in which the model computes.
+        revision: revision of the weights.
+        lora: identity of the adapter's contents; empty: no adapter.
+        draft: identity of the draft model with KV beside the model's; empty: no draft.
+        rank, world: rank of the process, and number of processes of its engine.
+        ranks_share: True if the layout states which heads and layers a record holds; rank and world then
+            decide nothing.
+        isa: instruction set that wrote opaque pages; empty: pages are not opaque.
+        salt: cache salt, which keeps tenants apart. It changes the keys; records never carry the salt itself.
         chunk_tokens: tokens per chunk.
         hash: name of the key digest, see `kvkit.format.keys`.
         format: version of the record format.
@@ -434,11 +440,11 @@ class Namespace:
             raise LayoutError(f"chunk_tokens={self.chunk_tokens}: want at least 1")
 
     def to_bytes(self) -> bytes:
-        """The bytes that are hashed: JSON of what decides KV, keys sorted, no spaces, ASCII escapes."""
+        """Return the bytes to hash: JSON of all that decides KV, keys sorted, no spaces, ASCII escapes."""
         return canonical_json(self._deciding())
 
     def public(self) -> dict[str, Any]:
-        """What decides KV, but the salt (only whether there is one): what a store may show."""
+        """Return the fields that a store may show: all that decides KV, and whether there is a salt."""
         return self._deciding() | {"salt": bool(self.salt)}
 
     def _deciding(self) -> dict[str, Any]:
@@ -447,22 +453,22 @@ class Namespace:
 
 
 def heads_of(heads: int, rank: int, ranks: int) -> range:
-    """Which of a layer's heads a rank of tensor parallelism has; of fewer heads, neighbours have the same."""
+    """Return a layer's heads on a tensor-parallel rank; neighbours share a head if there are too few."""
     first = rank * heads // ranks
     return range(first, first + max(1, heads // ranks))
 
 
 def canonical_json(value: Any) -> bytes:
-    """JSON that any language can reproduce: sorted keys, no spaces, ASCII escapes."""
+    """Serialise to JSON that any language can reproduce: sorted keys, no spaces, ASCII escapes."""
     return json.dumps(value, sort_keys=True, separators=(",", ":"), ensure_ascii=True).encode()
 
 
-_USE_TENSORS = "which tells too little: use from_tensors on the engine's pages"
+_USE_TENSORS = "which does not determine the layout: use from_tensors on the engine's pages"
 _KV_LAYER_TYPES = ("full_attention", "sliding_attention", "chunked_attention")
 
 
 def layer_windows(text: Any, layers: int) -> list[int | None]:
-    """Sliding window of each layer of a Hugging Face text config, in tokens; None: full attention."""
+    """Return each layer's sliding window in a Hugging Face text config, in tokens; None: full attention."""
     window = getattr(text, "sliding_window", None)
     types = getattr(text, "layer_types", None)
     if not types:
@@ -479,7 +485,7 @@ def _form_of(
     opaque: bool,
     window: int | None,
 ) -> LayerGroup:
-    """The group of one layer alone (as layer 0), so that equal forms compare equal."""
+    """Return the group of one layer alone (as layer 0), so that equal forms compare equal."""
     if isinstance(pages, tuple):
         k, v = pages
         if k.shape[:3] != v.shape[:3] or k.dtype != v.dtype or opaque:

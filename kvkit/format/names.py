@@ -1,9 +1,9 @@
-"""What records are called: "<digest>/<group>/c.<high>.<low>.<layers>.<heads>.0.0" below any store's root.
+"""Names of records: "<digest>/<group>/c.<high>.<low>.<layers>.<heads>.0.0" below any store's root.
 
-The digest is the namespace's. The part before the last slash names a Zarr array, whose zarr.json lies beside
-its records; `high` and `low` are the first two coordinates in it, and bits of the record's key; `layers` and
-`heads` are those on the axes of these: which part of the model's layers and heads the record holds. Where a
-tier keeps fewer bits, the digest is followed by which: "<digest>-fp8/...".
+The digest is the namespace's. The part before the last slash names a Zarr array; its zarr.json lies beside
+its records. The rest holds the record's coordinates in the array: `high` and `low` are bits of its key,
+`layers` and `heads` number the part of the model's layers and heads that it holds. If a tier quantises, the
+precision follows the digest: "<digest>-fp8/...".
 """
 
 from __future__ import annotations
@@ -14,29 +14,30 @@ HIGH_BITS, LOW_BITS = 16, 46
 METADATA = "zarr.json"
 
 SPACE, GROUP = "[0-9a-f]{1,64}(?:-fp8|-int8)?", "[0-9]{1,4}"
-"""The parts of an array's name: each is a folder where a store has folders."""
+"""Patterns of the two parts of an array's name; each part is a folder if the store has folders."""
 
 RECORD = rf"{SPACE}/{GROUP}/c\.[0-9]{{1,5}}\.[0-9]{{1,14}}\.[0-9]{{1,4}}\.[0-9]{{1,4}}\.0\.0"
-"""A whole name, in the syntax of `re`; 111 characters at most."""
+"""Pattern (`re`) of a record's full name, at most 111 characters."""
 
 _RECORD = re.compile(RECORD)
 _FOLDER = re.compile(rf"{SPACE}(?:/{GROUP})?")
 
 
 def is_record(name: str) -> bool:
-    """Whether `name` is a record's: a scan passes over what is not kvkit's."""
+    """Return whether `name` is the name of a record; scans skip all other objects."""
     return _RECORD.fullmatch(name) is not None
 
 
 def is_folder(name: str) -> bool:
-    """Tell whether a folder of this name may have records in it, at any depth."""
+    """Return whether a folder of this name may contain records, at any depth."""
     return _FOLDER.fullmatch(name) is not None
 
 
 def narrowed_name(name: str, precision: str) -> str:
-    """Of a record or an array, what it is called with `precision`'s fewer bits; and of that, the name again.
+    """Convert the name of an exact record or array to its name at `precision`, and that name back.
 
-    Its own inverse, so that it tells what a store holds in either form apart.
+    It is its own inverse, so exact and quantised records of one store stay apart. Returns names with another
+    precision unchanged.
     """
     space, slash, rest = name.partition("/")
     digest, marked, other = space.partition("-")
@@ -46,22 +47,22 @@ def narrowed_name(name: str, precision: str) -> str:
 
 
 def exact_name(name: str, precision: str | None) -> str:
-    """What a record or an array that is narrowed to this precision is called where it is not."""
+    """Return the exact name of a record or array that is quantised to `precision`."""
     return name.replace(f"-{precision}/", "/", 1)
 
 
 def array_name(namespace: bytes, group: int) -> str:
-    """The array of a layer group, by its index, in the namespace of this digest."""
+    """Return the name of the array of layer group `group` in the namespace with this digest."""
     return f"{namespace[:16].hex()}/{group}"
 
 
 def record_name(array: str, key: bytes, place: int = 0, layer_place: int = 0) -> str:
-    """The record of `key` in an array, at this place on the head axis, and on the layer axis."""
+    """Return the name of `key`'s record in an array, at these places on the head and layer axes."""
     high, low = coordinates(key)
     return f"{array}/c.{high}.{low}.{layer_place}.{place}.0.0"
 
 
 def coordinates(key: bytes) -> tuple[int, int]:
-    """The first two Zarr coordinates of `key`: its first 16 bits and the next 46, big-endian."""
+    """Return the first two Zarr coordinates of `key`: its first 16 bits and the next 46, big-endian."""
     bits = int.from_bytes(key[:8], "big") >> (64 - HIGH_BITS - LOW_BITS)
     return bits >> LOW_BITS, bits & ((1 << LOW_BITS) - 1)

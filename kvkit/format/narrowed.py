@@ -1,9 +1,9 @@
-"""Narrowed records: those of a tier that keeps KV with fewer bits than it was computed with.
+"""Quantised records: records of a tier that keeps KV with fewer bits than it was computed with.
 
-A row of floats is stored as 8-bit codes and a scale for each of its parts. Of dense KV a row is what a token
-and a head have, and its parts are K and V. Of opaque pages it is `OPAQUE_ROW` floats that lie side by side,
-whatever they mean. A narrowed record has a name of its own (`kvkit.format.names.narrowed_name`), and its
-header says what it is, so it is never taken for the exact one.
+A row of floats is stored as 8-bit codes, with one scale per part of the row. In dense KV a row is one head of
+one token, and its parts are K and V. In opaque pages a row is `OPAQUE_ROW` adjacent floats, whatever they
+mean. A quantised record has its own name (`kvkit.format.names.narrowed_name`), and its header states its
+precision, so it is never mistaken for the exact record.
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ Shape = tuple[int, int, int, int]
 
 
 def float_rows(header: Header, precision: Precision | None = None) -> LayerGroup:
-    """The floats of a record, narrowed or not, as layers whose rows are quantised; a chunk is one block.
+    """Describe the float rows of a record, quantised or not, as a layer group with one block per chunk.
 
     Args:
-        precision: of the group that is returned.
+        precision: precision of the returned group.
 
     Raises:
-        LayoutError: it holds no floats of 16 or 32 bits, or opaque pages of another size.
+        LayoutError: the record holds no 16- or 32-bit floats, or its opaque pages hold no whole rows.
     """
     narrowed, dtype = header.form
     layers, heads, tokens, channels = header.shape
@@ -46,10 +46,10 @@ def float_rows(header: Header, precision: Precision | None = None) -> LayerGroup
 
 
 def narrowed_shape(shape: Shape, k_size: int, dtype: str) -> Shape:
-    """The shape [L, H, T, C] of a narrowed record, in bytes, from that of the exact one.
+    """Convert the shape [L, H, T, C] of an exact record to the quantised record's, with C in bytes.
 
     Args:
-        k_size: K's part of C, in elements; 0 where pages are opaque, and C is bytes.
+        k_size: K's part of C, in elements; 0: pages are opaque, and C is in bytes already.
     """
     *rest, channels = shape
     if k_size:
@@ -62,7 +62,7 @@ def narrowed_shape(shape: Shape, k_size: int, dtype: str) -> Shape:
 
 
 def exact_shape(header: Header) -> Shape:
-    """The inverse of `narrowed_shape`, of a narrowed record."""
+    """Return the shape of the exact record from a quantised record's header: inverts `narrowed_shape`."""
     group = float_rows(header)
     layers, heads, tokens, _ = header.shape
     if header.k_size:
@@ -71,7 +71,11 @@ def exact_shape(header: Header) -> Shape:
 
 
 def check_narrows(layout: KVLayout, precisions: Mapping[str, Precision | None]) -> None:
-    """Raise `LayoutError` where a tier, by its name, is to narrow what cannot be, or would be no smaller."""
+    """Check that `layout` can be quantised to the precisions of the tiers, by tier name.
+
+    Raises:
+        LayoutError: layers hold KV of an unsuitable form, or their records would be no smaller.
+    """
     for tier, precision in precisions.items():
         for group in layout.groups if precision is not None else ():
             layers = f"layers {group.layers[0]}-{group.layers[-1]}"
@@ -86,4 +90,4 @@ def _check_group(group: LayerGroup, where: str) -> None:
         raise LayoutError(f"{where} hold pages of {exact[3]} bytes; want a multiple of {row_bytes}")
     narrowed = narrowed_shape(exact, 0 if group.opaque else group.k_size, group.dtype)[3]
     if narrowed >= exact[3] * (1 if group.opaque else group.item_bytes):
-        raise LayoutError(f"{where}: codes and scales of {group.channels} {group.dtype} take no less")
+        raise LayoutError(f"{where}: codes and scales of {group.channels} {group.dtype} take no less space")

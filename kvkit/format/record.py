@@ -1,19 +1,19 @@
 """A chunk as bytes: one self-verifying record that is also one shard of a valid Zarr v3 array.
 
 The records of one namespace and layer group form one sparse Zarr array of shape
-(2**16, 2**46, layers and heads of the model, T, C); the first 62 bits of a chunk's key are its first two
-coordinates. A record is the shard of some layers and heads of one chunk, [L, H, T, C], with one inner chunk
-per layer:
+(2**16, 2**46, layers of the model, heads of the model, T, C). The first 62 bits of a chunk's key are its
+first two coordinates. A record is the shard of some layers and heads of one chunk, [L, H, T, C], with one
+inner chunk per layer:
 
     [header, a multiple of 4096 bytes][layer 0]...[layer L-1][zeros][shard index][crc32c of the index]
 
-The shard index says where the layers are, so Zarr readers pass over the header; the zeros make the whole a
-multiple of 4096 bytes, so that it can be read and written with O_DIRECT. `HEADER` below lists the header's
-fields. All integers are little-endian.
+The shard index locates the layers, so Zarr readers skip the header. The zeros pad the record to a multiple of
+4096 bytes, so it can be read and written with O_DIRECT. `HEADER` below lists the header's fields. All
+integers are little-endian.
 
-A record proves itself: the header names namespace, parent key, key and token ids, and everything is under
-an XXH3-64 checksum: the header (over bytes 184.. seeded with that of bytes 0..176), each layer (so that
-one layer can be read and verified alone), and all that follows the layers.
+A record proves itself: the header names namespace, parent key, key and token ids, and XXH3-64 checksums cover
+every byte. The header has one (over bytes 184 on, seeded with the checksum of bytes 0 to 175), each layer has
+one (so a layer can be read and verified alone), and so has the trailer, everything after the layers.
 """
 
 from __future__ import annotations
@@ -53,20 +53,20 @@ CODECS = ("none", "zstd", "bitshuffle-zstd")
 CODEC_LEVEL = 1
 
 MAX_HEADER_BYTES = 16 << 20
-"""A header has room for 4 million tokens in it; one that says it is longer is not read."""
+"""The longest header that is read, in bytes: it has room for 4 million tokens."""
 
 PIECE_BYTES = 8 << 20
-"""`examine` asks for no more at once, but for a header."""
+"""The most that `examine` reads at once, in bytes, except for a header."""
 
 Read = Callable[[int, int], "Buffer"]
-"""(offset, bytes) -> that part of a stored record; it may end early where the record does."""
+"""(offset, bytes) -> that part of a stored record; shorter if the record ends before."""
 
 Bytes = npt.NDArray[np.uint8]
 
 HEADER = np.dtype(
     [
         ("magic", "V8"),  #          0 b"KVKITREC"
-        ("version", "<u2"),  #       8 of the format
+        ("version", "<u2"),  #       8 version of the format
         ("codec", "u1"),  #         10 index into CODECS
         ("key_bytes", "u1"),  #     11 bytes of a key: 16 or 32
         ("header_bytes", "<u4"),  # 12 bytes of the header with its padding
@@ -75,22 +75,24 @@ HEADER = np.dtype(
         ("heads", "<u4"),  #        24 (opaque pages: L, 1, pages, page bytes)
         ("rows", "<u4"),  #         28
         ("channels", "<u4"),  #     32
-        ("k_size", "<u4"),  #       36 K's part of C (opaque pages: 0), of fewer bits: of its codes
+        ("k_size", "<u4"),  #       36 K's part of C (opaque pages: 0; quantised: K's codes)
         ("chunk_tokens", "<u4"),  # 40 tokens of the chunk
-        ("place", "<u2"),  #        44 on the head axis: which part of the model's heads it holds
-        ("layer_place", "<u2"),  #  46 on the layer axis: which part of the model's layers it holds
-        ("dtype", "S16"),  #        48 ASCII; of fewer bits such as "fp8 of bfloat16"
+        ("place", "<u2"),  #        44 on the head axis: number of the part of the model's heads
+        ("layer_place", "<u2"),  #  46 on the layer axis: number of the part of the model's layers
+        ("dtype", "S16"),  #        48 ASCII; quantised: such as "fp8 of bfloat16"
         ("namespace", "V32"),  #    64 digest, zero-padded
         ("record_bytes", "<u8"),  # 96 bytes of the record
         ("layers_end", "<u8"),  #  104 offset at which the last layer ends
         ("parent", "V32"),  #      112 parent key, zero-padded
         ("key", "V32"),  #         144 zero-padded
         ("header_sum", "<u8"),  #  176 checksum of the header
-        ("trailer_sum", "<u8"),  # 184 checksum of all that follows the layers
+        ("trailer_sum", "<u8"),  # 184 checksum of the trailer
     ]
 )
-"""What a header begins with; then come a checksum per layer (8 bytes each), the token ids (4 bytes each), and
-zeros. What is before `parent` is equal in all uncompressed records of a format."""
+"""The fixed fields at the start of a header.
+
+A checksum per layer (8 bytes each), the token ids (4 bytes each) and zeros follow. The fields before `parent`
+are equal in all uncompressed records of a format."""
 
 
 _OFFSETS = {name: place[1] for name, place in (HEADER.fields or {}).items()}
@@ -99,17 +101,17 @@ _HEADER_SUM = _OFFSETS["header_sum"]
 _AFTER_HEADER_SUM = _OFFSETS["trailer_sum"]
 _SUMS = HEADER.itemsize
 _KEYS = struct.Struct("<32s32s")
-"""`parent` and `key`: what is done for every record takes a third of the time that numpy takes."""
+"""`parent` and `key`, which are handled for every record: struct takes a third of the time of numpy."""
 _INDEX_ENTRY = 16
 _CRC_BYTES = 4
 
 
 class RecordError(ValueError):
-    """A buffer is too small or not a record; the message says which."""
+    """A buffer that is too small or not a record; the message states which."""
 
 
 class Damage(StrEnum):
-    """Why a record is a miss."""
+    """The reason why a record is a miss."""
 
     TRUNCATED = "truncated"
     OVERSIZE = "oversize"
@@ -127,7 +129,7 @@ class Damage(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Header:
-    """A parsed header, for listing a store; loading compares bytes instead (`verify`)."""
+    """A parsed header, for listing a store; loads compare bytes instead (`verify`)."""
 
     version: int
     codec: str
@@ -150,50 +152,50 @@ class Header:
 
     @property
     def form(self) -> tuple[str | None, str]:
-        """Its precision, None where it has all bits, and the dtype of its KV."""
+        """Precision of the record (None: exact), and dtype of its KV."""
         precision, _, dtype = self.dtype.rpartition(" of ")
         return precision or None, dtype
 
     @property
     def item_bytes(self) -> int:
-        """Bytes of an element; opaque pages, which have no K size, are bytes."""
+        """Bytes of an element: 1 for opaque pages and quantised records."""
         return ITEM_BYTES.get(self.dtype, 1) if self.k_size else 1
 
     @property
     def layer_bytes(self) -> int:
-        """Bytes of a layer without compression."""
+        """Bytes of an uncompressed layer."""
         return math.prod(self.shape[1:]) * self.item_bytes
 
     @property
     def plain_bytes(self) -> int:
-        """Bytes of the record without compression. As large as any number, where a stranger made it."""
+        """Bytes of the uncompressed record: any number if the header is forged."""
         layers = self.shape[0]
         return total_bytes(self.header_bytes + layers * self.layer_bytes, layers)
 
 
 @dataclass(frozen=True, slots=True)
 class RecordFormat:
-    """Where everything lies in the uncompressed records of one layer group of one namespace. Made by `of`."""
+    """Sizes and offsets in uncompressed records of one layer group and namespace. Made by `of`."""
 
     namespace: Namespace
     digest: bytes  # of the namespace
     group: LayerGroup
-    index: int  # of the array, among the layout's
+    index: int  # of the array, in `KVLayout.arrays`
     array: str  # name of the Zarr array, "<namespace digest, hex>/<group index>"
     shape: tuple[int, int, int, int]  # canonical [L, H, T, C]
     header_bytes: int
     layer_bytes: int
     layers_end: int  # offset, in bytes
     record_bytes: int
-    fixed: bytes  # what a header begins with, up to `parent`
-    trailer: bytes  # what follows the layers
+    fixed: bytes  # start of every header, up to `parent`
+    trailer: bytes  # everything after the layers
 
     @staticmethod
     def of(layout: KVLayout, index: int, namespace: Namespace) -> RecordFormat:
-        """The format of group `index` of `layout` in `namespace`.
+        """Return the format of group `index` of `layout` in `namespace`.
 
         Raises:
-            LayoutError: the namespace is not of this layout, or its chunks do not fit the group's blocks.
+            LayoutError: the namespace has another layout, or its chunks do not fit the group's blocks.
         """
         if namespace.layout != layout.fingerprint():
             raise LayoutError(
@@ -231,14 +233,14 @@ class RecordFormat:
         )
 
     def name(self, key: bytes) -> str:
-        """The object that holds `key`'s record, relative to the store's root."""
+        """Return the name of `key`'s record, relative to the store's root."""
         return record_name(self.array, key, self.group.place, self.group.layer_place)
 
 
 def parent_name(record: Buffer, name: str) -> str | None:
-    """The object before `name` in its chain, as the header of its record says; None if it begins one.
+    """Return the name of the record before `name` in its chain, from the header; None if `name` is first.
 
-    Also None for what is no record. Checks nothing: for deciding which of several records is worth least.
+    Also None if `record` is no record. Verifies nothing: use it only to rank records for eviction.
     """
     view = memoryview(record)
     parent = bytes(view[_PARENT : _PARENT + 32])
@@ -248,18 +250,21 @@ def parent_name(record: Buffer, name: str) -> str | None:
 
 
 def is_compressed(record: Buffer) -> bool:
-    """Whether `record`, or its first `HEADER.itemsize` bytes, begins as a compressed one. Checks no more."""
+    """Return whether `record`, or its first `HEADER.itemsize` bytes, begins like a compressed record.
+
+    Checks nothing else.
+    """
     view = memoryview(record)
     return _has_header(view) and view[_OFFSETS["codec"]] != CODECS.index("none")
 
 
 def payload(form: RecordFormat, record: Bytes) -> Bytes:
-    """The layers of an uncompressed record, uint8 [L * layer_bytes], as a view."""
+    """Return the layers of an uncompressed record, uint8 [L * layer_bytes], as a view."""
     return record[form.header_bytes : form.layers_end]
 
 
 def layer_range(form: RecordFormat, layer: int) -> tuple[int, int]:
-    """Offset and bytes of one layer (its place in the group) of an uncompressed record.
+    """Return offset and bytes of one layer, by its index in the group, in an uncompressed record.
 
     Raises:
         RecordError: the group has no such layer.
@@ -277,16 +282,15 @@ def seal(
     tokens: npt.NDArray[np.int32],
     sums: Sequence[int] | None = None,
 ) -> None:
-    """Make a record of the payload that already lies in `record`: write what surrounds it. Mutates `record`.
+    """Write header and trailer around the payload that already lies in `record`. Mutates `record`.
 
     Args:
         record: uint8 [>= record_bytes], writable; bytes past `record_bytes` are left alone.
         tokens: int32 [chunk_tokens].
-        sums: `layer_checksum` of every layer, where it is known.
+        sums: `layer_checksum` of every layer, if known already.
 
     Raises:
-        RecordError: the buffer is too small, a key is no digest of this namespace, or there are not
-            `chunk_tokens` tokens.
+        RecordError: the buffer is too small, or a key or `tokens` has the wrong length.
     """
     view = memoryview(record)
     if len(view) < form.record_bytes:
@@ -306,11 +310,11 @@ def seal(
 
 
 def write_framing(form: RecordFormat, record: Buffer, header: Buffer) -> None:
-    """Make a record of verified layers that lie in their places in `record`. Mutates `record`.
+    """Write header and trailer around verified layers that already lie in `record`. Mutates `record`.
 
     Args:
         record: uint8 [>= record_bytes], writable.
-        header: uint8 [header_bytes], verified, and the one that the layers were verified with.
+        header: uint8 [header_bytes], the verified header against which the layers were verified.
     """
     view = memoryview(record)
     view[: form.header_bytes] = memoryview(header)[: form.header_bytes]
@@ -320,9 +324,9 @@ def write_framing(form: RecordFormat, record: Buffer, header: Buffer) -> None:
 def verify(
     form: RecordFormat, record: Buffer, parent: bytes, key: bytes, tokens: npt.NDArray[np.int32]
 ) -> Damage | None:
-    """None if `record`, uint8 [the stored bytes], is this chunk's uncompressed record, whole and unharmed.
+    """Verify that `record`, uint8 [stored bytes], is this chunk's intact uncompressed record.
 
-    Otherwise the first thing wrong with it. Reads only.
+    Returns None, or the first damage found. Reads only.
     """
     view = memoryview(record)
     damage = verify_header(form, view, parent, key, tokens)
@@ -338,7 +342,7 @@ def verify(
 def verify_header(
     form: RecordFormat, header: Buffer, parent: bytes, key: bytes, tokens: npt.NDArray[np.int32]
 ) -> Damage | None:
-    """As `verify`, for the first `header_bytes` of an uncompressed record alone (more may follow)."""
+    """Verify the first `header_bytes` of an uncompressed record, as `verify` does; more may follow."""
     view = memoryview(header)
     if len(view) < form.header_bytes:
         return Damage.TRUNCATED
@@ -358,7 +362,9 @@ def verify_header(
 
 
 def verify_layer(form: RecordFormat, header: Buffer, layer: int, data: Buffer) -> Damage | None:
-    """None if `data`, uint8 [layer_bytes], is `layer` of the record whose verified header this is.
+    """Verify that `data`, uint8 [layer_bytes], is `layer` of the record with this verified header.
+
+    Returns None, or the damage found.
 
     Raises:
         RecordError: the group has no such layer.
@@ -371,28 +377,28 @@ def verify_layer(form: RecordFormat, header: Buffer, layer: int, data: Buffer) -
 
 
 def verify_trailer(form: RecordFormat, trailer: Buffer) -> Damage | None:
-    """None if `trailer` is what follows the layers in every uncompressed record of this format."""
+    """Verify that `trailer` is the trailer of uncompressed records of this format; None if it is."""
     # memoryviews compare item by item, 20 times slower
     return None if bytes(memoryview(trailer)) == form.trailer else Damage.TRAILER
 
 
 def layer_checksum(layer: Buffer) -> int:
-    """XXH3-64 of a layer's bytes."""
+    """Return the XXH3-64 of a layer's bytes."""
     return xxh3_64_intdigest(layer)
 
 
 def layer_checksums(form: RecordFormat, record: Buffer) -> list[int]:
-    """XXH3-64 of every layer of an uncompressed record."""
+    """Return the XXH3-64 of every layer of an uncompressed record."""
     view, size = memoryview(record), form.layer_bytes
     starts = range(form.header_bytes, form.layers_end, size)
     return [layer_checksum(view[start : start + size]) for start in starts]
 
 
 def read_header(record: Buffer) -> Header:
-    """Parse and check the header at the start of `record`; reads nothing after it.
+    """Parse and verify the header at the start of `record`; read nothing after it.
 
     Raises:
-        RecordError: it is not a header, of another version, cut short, or damaged.
+        RecordError: there is no header, or it is of another version, truncated or damaged.
     """
     view = memoryview(record)
     if not _has_header(view):
@@ -431,13 +437,16 @@ def read_header(record: Buffer) -> Header:
 
 
 def examine(read: Read, size: int) -> tuple[Header, list[tuple[int, int]], Damage | None]:
-    """Whether a stored record of `size` bytes and any codec agrees with its own checksums: for what does not
-    know its tokens. Reads by parts: what it says of itself does not decide what is read.
+    """Verify a stored record of `size` bytes and any codec against its own checksums.
 
-    Returns its header, (offset, bytes) of every layer, none where it is damaged, and the damage.
+    For callers that do not know the record's tokens. Reads in pieces, so a forged header cannot exhaust
+    memory.
+
+    Returns:
+        The header, (offset, bytes) of every layer (empty if the record is damaged), and the damage or None.
 
     Raises:
-        RecordError: its header is not readable (see `read_header`).
+        RecordError: the header is not readable (see `read_header`).
     """
     head = memoryview(read(0, min(size, HEADER.itemsize)))
     if _has_header(head):
@@ -470,7 +479,7 @@ def relabel(
     layer_sums: Sequence[int],
     trailer_sum: int,
 ) -> None:
-    """Rewrite what the header of a readable record says of its codec. Mutates `record`."""
+    """Rewrite codec, sizes and checksums in the header of a readable record. Mutates `record`."""
     header = np.frombuffer(record, HEADER, 1)[0]
     header["codec"] = CODECS.index(codec)
     header["record_bytes"], header["layers_end"] = record_bytes, layers_end
@@ -480,7 +489,7 @@ def relabel(
 
 
 def read_index(record: Buffer, layers: int) -> list[tuple[int, int]]:
-    """Offset and bytes of every layer, from the shard index at the end of a record, or of its trailer."""
+    """Return offset and bytes of every layer, from the shard index that ends a record or its trailer."""
     view = memoryview(record)
     start = len(view) - _INDEX_ENTRY * layers - _CRC_BYTES
     entries = np.frombuffer(view, "<u8", 2 * layers, start).reshape(layers, 2)
@@ -488,24 +497,24 @@ def read_index(record: Buffer, layers: int) -> list[tuple[int, int]]:
 
 
 def even_places(start: int, layer_bytes: int, layers: int) -> list[tuple[int, int]]:
-    """Offset and bytes of every uncompressed layer, from the offset of the first."""
+    """Return offset and bytes of every uncompressed layer, with the first at `start`."""
     return [(start + i * layer_bytes, layer_bytes) for i in range(layers)]
 
 
 def trailer_of(places: Sequence[tuple[int, int]], layers_end: int) -> bytes:
-    """What follows the layers that lie at `places`: zeros up to `ALIGN`, then the shard index."""
+    """Return the trailer after layers at `places`: zeros that align its end, then the shard index."""
     index = shard_index(places)
     return bytes(-(layers_end + len(index)) % ALIGN) + index
 
 
 def shard_index(places: Sequence[tuple[int, int]]) -> bytes:
-    """A Zarr shard index: (offset, bytes) of each inner chunk as uint64, then the crc32c of that."""
+    """Return a Zarr shard index: (offset, bytes) of each inner chunk as uint64, then their crc32c."""
     index = np.asarray(places, "<u8").tobytes()
     return index + struct.pack("<I", google_crc32c.value(index))
 
 
 def dtype_name(precision: str | None, dtype: str) -> str:
-    """What a header calls a record's elements."""
+    """Return a header's name for a record's elements."""
     return f"{precision} of {dtype}" if precision else dtype
 
 
@@ -522,12 +531,12 @@ def _header_bytes(layers: int, tokens: int) -> int:
 
 
 def total_bytes(layers_end: int, layers: int) -> int:
-    """Bytes of a record whose last layer ends there: with its trailer."""
+    """Return the bytes of a record, trailer included, from the end of its last layer."""
     return _round_up(layers_end + _INDEX_ENTRY * layers + _CRC_BYTES, ALIGN)
 
 
 def _are_neighbours(places: Sequence[tuple[int, int]], start: int, stop: int) -> bool:
-    """Whether layers lie side by side from `start` to `stop`: then each byte is read once."""
+    """Return whether layers fill `start` to `stop` side by side, so that each byte is read once."""
     ends = [start, *(offset + size for offset, size in places)]
     return [offset for offset, _ in places] == ends[:-1] and ends[-1] == stop
 
@@ -537,7 +546,7 @@ def _has_header(view: memoryview) -> bool:
 
 
 def _fields(view: memoryview) -> dict[str, Any]:
-    """The fields of `HEADER` as Python's ints and bytes."""
+    """Return the fields of `HEADER` as Python ints and bytes."""
     return dict(zip(HEADER.names or (), np.frombuffer(view, HEADER, 1)[0].item(), strict=True))
 
 
@@ -550,7 +559,7 @@ def _header_is_intact(view: memoryview, header_bytes: int) -> bool:
 
 
 def _explain(form: RecordFormat, view: memoryview) -> Damage:
-    """Why an intact header is not of this format."""
+    """Return why an intact header is not of this format."""
     try:
         header = read_header(view)
     except RecordError:

@@ -1,10 +1,10 @@
-"""Rotary position embeddings as data: what a kernel needs to move keys to other positions.
+"""Rotary position embeddings as data: the tables that a kernel needs to move keys to other positions.
 
-RoPE (https://arxiv.org/abs/2104.09864) turns each pair of channels (a, b) of a query or key at position p by
-the angle p * inv_freq: a' = a cos - b sin, b' = b cos + a sin. Turns add up, so a key computed at one
-position is moved to another by turning it by the difference. llama3, yarn, linear and default scaling differ
-in `inv_freq` and `scale` alone; both are the model's own. Scalings whose frequencies follow the length
-(dynamic, longrope) cannot be moved so.
+RoPE (https://arxiv.org/abs/2104.09864) rotates each pair of channels (a, b) of a query or key at position p
+by the angle p * inv_freq: a' = a cos - b sin, b' = b cos + a sin. Rotations add up, so rotating a key by the
+difference of two positions moves it from one to the other. llama3, yarn, linear and default scaling differ
+only in `inv_freq` and `scale`, which come from the model. Keys cannot be moved this way if the frequencies
+depend on the length of the text (dynamic, longrope).
 """
 
 from __future__ import annotations
@@ -17,20 +17,20 @@ from numpy.typing import NDArray
 
 
 class RopeError(ValueError):
-    """A rotary embedding or rotation is impossible. Names the field and the value."""
+    """An impossible rotary embedding or rotation. The message names the field and the value."""
 
 
 @dataclass(frozen=True, slots=True)
 class Rope:
-    """How a model rotates its queries and keys.
+    """The rotation of a model's queries and keys.
 
     Args:
-        inv_freq: radians per position of each pair; R / 2 of them.
-        interleaved: pairs are channels (2i, 2i + 1), as in GPT-J and DeepSeek; else (i, i + R / 2), as in
-            Llama.
-        first: channel of a head where the R rotary channels begin; those outside are left alone (partial
-            rotary; MLA's latent).
-        scale: what the model multiplies cos and sin by (yarn's attention factor).
+        inv_freq: radians per position of each pair, R / 2 values.
+        interleaved: True: pairs are channels (2i, 2i + 1), as in GPT-J and DeepSeek; False: (i, i + R / 2),
+            as in Llama.
+        first: first of a head's R rotary channels; its other channels are not rotated (partial rotary; MLA's
+            latent).
+        scale: factor of cos and sin in the model (yarn's attention factor).
 
     Raises:
         RopeError: a field is out of range.
@@ -51,18 +51,18 @@ class Rope:
 
     @property
     def channels(self) -> int:
-        """R, the rotary channels of a head."""
+        """R, the number of rotary channels of a head."""
         return 2 * len(self.inv_freq)
 
     def table(self, positions: NDArray[np.int64]) -> NDArray[np.float32]:
-        """cos (first R / 2 columns) and sin of each position's angles, times `scale`: float32 [n, R].
+        """Return cos (first R / 2 columns) and sin of positions' angles, times `scale`: float32 [n, R].
 
-        Angles are computed in double precision: in single, 131,072 positions are off by up to 4e-3 radians.
+        Angles are computed in double precision: over 131,072 positions, single is off by up to 4e-3 radians.
         """
         return (self._cos_sin(positions) * self.scale).astype(np.float32)
 
     def turns(self, deltas: NDArray[np.int64]) -> NDArray[np.float32]:
-        """The same of differences of positions, without `scale`: stored keys have that already."""
+        """Return the table of differences of positions, without `scale`: stored keys are scaled already."""
         return self._cos_sin(deltas).astype(np.float32)
 
     def _cos_sin(self, positions: NDArray[np.int64]) -> NDArray[np.float64]:
@@ -72,19 +72,22 @@ class Rope:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Rotation:
-    """By how many positions the keys of some chunks move.
+    """A rotation of the keys of some chunks to new positions.
 
     Args:
-        rope: the model's.
-        delta: new position - the position that the key was computed at: int64 [chunks], or [chunks, T] where
-            tokens of a chunk move by different numbers of positions.
+        rope: rotary embedding of the model.
+        delta: new position minus the position at which the key was computed: int64 [chunks], or [chunks, T]
+            if tokens of a chunk move by different distances.
     """
 
     rope: Rope
     delta: NDArray[np.int64]
 
     def resolve(self, chunks: int, tokens: int) -> tuple[NDArray[np.float32], NDArray[np.int32]]:
-        """What kernels read: `Rope.turns` of the distinct deltas, [U, R], and each token's row, [chunks, T].
+        """Return the kernels' inputs: a table of the distinct deltas, and each token's row in it.
+
+        Returns:
+            `Rope.turns` of the distinct deltas, float32 [U, R], and rows, int32 [chunks, T].
 
         Raises:
             RopeError: `delta` has another shape or dtype.

@@ -1,7 +1,7 @@
-"""URLs of stores as they may be shown: without what may be a secret, in any link of a chain.
+"""URLs of stores as they may be shown: without possible secrets, in any link of a chained URL.
 
-A user name may be a token, a query a signature. What is a secret cannot always be told from the rest (a
-password may have any character, also unquoted): then more is left out, never less.
+A user name may be a token, a query a signature. Secrets cannot always be recognised (a password may have any
+character, also unquoted). In doubt, more is left out, never less.
 """
 
 from __future__ import annotations
@@ -14,23 +14,23 @@ from urllib.parse import quote, unquote, urlsplit
 
 HIDDEN = "***"
 _MIN_CHARS = 3
-"""A shorter part of a URL is no secret, and would be found in any text."""
+"""The shortest part of a URL that is treated as a secret; shorter parts would match in any text."""
 _URL = re.compile(r"[^\s'\"<>()]+://[^\s'\"<>()]*")
 _AFTER = re.compile("[?#].*", re.DOTALL)
 _PARTS = re.compile("[:/?#&=;@]")
 
 
 def shown(url: str) -> str:
-    """`url` without user names, passwords, queries and fragments. A plain path is as it was."""
+    """Return `url` without user names, passwords, queries and fragments; plain paths are unchanged."""
     protocols, user, place = _cut(url)
-    if _AFTER.search(user):  # its @ may be one of the query
+    if _AFTER.search(user):  # the @ may belong to the query
         return f"{protocols}{HIDDEN}"
     shown_place = _AFTER.sub(f"?{HIDDEN}", place) if protocols else place
     return f"{protocols}{HIDDEN}@{shown_place}" if user else f"{protocols}{shown_place}"
 
 
 def has_password(url: str) -> bool:
-    """Whether a link of `url` has a password, as far as it can be told."""
+    """Return whether a link of `url` has a password that can be recognised."""
     for link in url.split("::"):
         with suppress(ValueError):
             if urlsplit(link).password is not None:
@@ -39,7 +39,7 @@ def has_password(url: str) -> bool:
 
 
 def hide(text: str, url: str, options: Mapping[str, Any] | None = None) -> str:
-    """`text`, such as a library's error, without the secrets of `url` and without the values of `options`."""
+    """Remove the secrets of `url` and the values of `options` from `text`, such as a library's error."""
     text = text.replace(url, shown(url))
     parts = {*_secrets(url), *_values(options or {})}
     secrets = {form for part in parts if len(part) >= _MIN_CHARS for form in _forms(part)}
@@ -49,7 +49,7 @@ def hide(text: str, url: str, options: Mapping[str, Any] | None = None) -> str:
 
 
 def _cut(url: str) -> tuple[str, str, str]:
-    """The protocols of a chain with their ://, all up to the last @ where there is a host, the rest."""
+    """Split a URL into a chain's protocols with their ://, the part before a host's last @, and the rest."""
     protocols, separator, rest = url.partition("://")
     if not separator:
         return "", "", url
@@ -59,7 +59,7 @@ def _cut(url: str) -> tuple[str, str, str]:
 
 
 def _secrets(url: str) -> Iterator[str]:
-    """What `shown` leaves out of `url`, in one piece and in parts."""
+    """Yield what `shown` leaves out of `url`, whole and in parts."""
     protocols, user, place = _cut(url)
     after = _AFTER.search(place) if protocols else None
     for piece in (user, after[0][1:] if after else ""):
@@ -75,6 +75,6 @@ def _values(options: Mapping[str, Any]) -> Iterator[str]:
 
 
 def _forms(secret: str) -> set[str]:
-    """How a library may write it."""
+    """Return the forms in which a library may write a secret."""
     plain = unquote(secret)
     return {secret, plain, quote(plain), quote(plain, safe=""), repr(secret)[1:-1], repr(plain)[1:-1]}

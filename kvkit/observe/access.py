@@ -1,4 +1,4 @@
-"""Who may ask a cache's HTTP endpoint: addresses of this host alone, and the token that others must show.
+"""Access to a cache's HTTP endpoint: the address it listens on, and the token that clients must show.
 
 No message holds the token.
 """
@@ -19,15 +19,21 @@ MIN_TOKEN_CHARS = 16
 
 
 def listen(host: str, port: int) -> tuple[socket.socket, str]:
-    """A socket that listens there (port 0: at any that is free), and its URL.
-    Raises OSError, OverflowError: the address is none of this host's, or taken."""
+    """Return a socket that listens at this address (port 0: any free port), and its URL.
+
+    Raises:
+        OSError, OverflowError: the address is not of this host, or is taken.
+    """
     listening = socket.create_server((host, port), family=socket.AF_INET6 if ":" in host else socket.AF_INET)
     return listening, f"http://{f'[{host}]' if ':' in host else host}:{listening.getsockname()[1]}"
 
 
 def default_token_file() -> Path:
-    """Where the token of this user's endpoints is kept: $XDG_STATE_HOME, or ~/.local/state, /kvkit/token.
-    Raises ConfigError: the user has no home."""
+    """Return the path of this user's token: kvkit/token below $XDG_STATE_HOME or ~/.local/state.
+
+    Raises:
+        ConfigError: the user has no home.
+    """
     try:
         return Path(os.environ.get("XDG_STATE_HOME") or Path.home() / ".local" / "state") / "kvkit" / "token"
     except RuntimeError as error:
@@ -35,8 +41,11 @@ def default_token_file() -> Path:
 
 
 def make_token(path: Path) -> str:
-    """The token in `path`. Where there is no such file, makes one that only this user can read.
-    Raises ConfigError: it cannot be written; else as `read_token`."""
+    """Return the token in `path`; if there is no such file, create one that only this user can read.
+
+    Raises:
+        ConfigError: the file cannot be written; or see `read_token`.
+    """
     if path.exists():
         return read_token(path)
     try:
@@ -45,7 +54,7 @@ def make_token(path: Path) -> str:
         try:
             with os.fdopen(descriptor, "w") as file:
                 file.write(secrets.token_urlsafe(32) + "\n")
-            os.link(draft, path)  # appears complete, or not at all where another process was first
+            os.link(draft, path)  # appears complete, or not at all if another process was first
         except FileExistsError:
             pass
         finally:
@@ -56,8 +65,11 @@ def make_token(path: Path) -> str:
 
 
 def read_token(path: Path, setting: str = "server.token_file") -> str:
-    """The token, or another secret, in `path`. `setting` is for messages.
-    Raises ConfigError: it cannot be read, every user can, or it holds no token."""
+    """Return the token, or another secret, in `path`; messages name `setting`.
+
+    Raises:
+        ConfigError: the file cannot be read, every user can read it, or it holds no token.
+    """
     try:
         with open(path, encoding="utf-8") as file:
             mode = stat.S_IMODE(os.fstat(file.fileno()).st_mode)
@@ -71,7 +83,10 @@ def read_token(path: Path, setting: str = "server.token_file") -> str:
 
 
 def check_token(token: str, setting: str) -> None:
-    """Do nothing where `token` may be one.
-    Raises ConfigError: it is too short, or cannot stand in a header."""
+    """Check that `token` is a valid token.
+
+    Raises:
+        ConfigError: it is too short, or an HTTP header cannot hold it.
+    """
     if len(token) < MIN_TOKEN_CHARS or not token.isascii() or not token.isprintable() or " " in token:
         raise ConfigError(f"{setting}: want at least {MIN_TOKEN_CHARS} printable ASCII characters, no spaces")

@@ -14,10 +14,10 @@ from kvkit.settings import import_from_here
 def inspect(
     store: Annotated[
         str,
-        typer.Argument(help="a folder, shm://, s3://, redis://, mooncake://, any URL that a tier may have"),
+        typer.Argument(help="a folder, shm://, s3://, redis://, mooncake:// or any other URL of a tier"),
     ],
     config: Annotated[
-        Path | None, typer.Option(help="a configuration file, of which STORE is the name of a tier")
+        Path | None, typer.Option(help="a configuration file; STORE is then the name of one of its tiers")
     ] = None,
     as_json: Annotated[
         bool, typer.Option("--json", help="print one JSON document instead of a table")
@@ -89,13 +89,13 @@ def report(
     config: Annotated[
         Path | None,
         typer.Option(
-            help="a configuration file, whose settings are shown: SOURCES are its tiers; default: all"
+            help="a configuration file to show as well; SOURCES then name its tiers; default: all of them"
         ),
     ] = None,
-    token_file: Annotated[Path | None, typer.Option(help="of endpoints, as for `kvkit top`")] = None,
+    token_file: Annotated[Path | None, typer.Option(help="the endpoints' token, as for `kvkit top`")] = None,
     html: Annotated[Path, typer.Option(help="where to write the page")] = Path("kvkit-report.html"),
 ) -> None:
-    """Write a page of running caches and stores: what is held, hits, health. Reads all, changes nothing."""
+    """Write a page on running caches and stores: contents, hits, health. Reads all, changes nothing."""
     import time
 
     from kvkit.config import load_config
@@ -133,18 +133,18 @@ def top(
     url: Annotated[str, typer.Argument(help="the HTTP endpoint of a cache")] = "http://127.0.0.1:9477",
     token_file: Annotated[
         Path | None,
-        typer.Option(help="its token; default: KVKIT_SERVER__TOKEN, else, on this host, your own"),
+        typer.Option(help="file of its token; default: KVKIT_SERVER__TOKEN, else, on this host, your own"),
     ] = None,
     once: Annotated[bool, typer.Option("--once", help="print one frame and return")] = False,
     as_json: Annotated[
         bool, typer.Option("--json", help="print one snapshot, totals since the start, as JSON and return")
     ] = False,
     wide: Annotated[
-        bool, typer.Option("--wide", help="all columns; those of a tier one below the other if need be")
+        bool, typer.Option("--wide", help="show all columns; if they do not fit, one below the other")
     ] = False,
     interval: Annotated[float, typer.Option(min=0.1, max=3600.0, help="seconds between frames")] = 1.0,
 ) -> None:
-    """Watch a cache that runs: hit rate, tokens and bytes per second, latencies, states of the tiers."""
+    """Watch a running cache: hit rate, tokens and bytes per second, latencies, states of the tiers."""
     from functools import partial
 
     from rich.console import Console

@@ -1,21 +1,21 @@
-"""A local HTTP endpoint: metrics and health of a cache, what it holds, and two things to do to it.
+"""A local HTTP endpoint of a cache: metrics, health, lookups, and two operations on its contents.
 
     GET  /metrics    Prometheus' text (`kvkit.observe.metrics`)
     GET  /health     {"status": the worst state, "tiers": {name: state}}; HTTP status 503 while a tier is open
-    GET  /tiers      [{"name", "scope", "codec", "precision", "near", "state", "queue_depth"}, ...], as sought
+    GET  /tiers      [{"name", "scope", "codec", "precision", "near", "state", "queue_depth"}, ...]
     POST /lookup     {"tokens": [...]} -> {"tokens", "hit_tokens", "by_tier", "engine"}; moves nothing
     POST /clear      {"tier": name} -> {"removed_records"}
     POST /pin        {"tokens": [...], "seconds": s} -> {"pinned_tokens"}
 
-/lookup and /pin take a request's `model` (the name of a LoRA adapter, for one) and `cache_salt`, too, and are
-about what a request with them would find now; HTTP status 404 for a model that the cache does not know. A
-lookup here is a query: it is counted as one, and not among the lookups that requests make. With `wait_s` it
-waits up to so many seconds for what is being stored. `engine` is what the engine itself keeps, in blocks that
-the cache does not see: its `hit_tokens` are null, with the `reason`.
+/lookup and /pin also take a request's `model` (such as the name of a LoRA adapter) and `cache_salt`. They
+answer for a request with these; HTTP status 404 for a model that the cache does not know. A lookup here is a
+query: it has a counter of its own, apart from the lookups of requests. With `wait_s` it waits up to that many
+seconds for pending stores. `engine` stands for the engine's own blocks, which the cache does not see: its
+`hit_tokens` are null, with the `reason`.
 
-Every request carries the token: `Authorization: Bearer ...`. Who does not show it costs one of a few
-connections, which gives way to the next (`kvkit.observe.connections`). What is wrong is said in
-{"error": ...}. An open tier is passed over, not fatal: do not restart a process because /health says 503.
+Every request carries the token: `Authorization: Bearer ...`. A client without it takes one of a few
+connections, which gives way to the next (`kvkit.observe.connections`). Errors are reported in
+{"error": ...}. An open tier is skipped, not fatal: do not restart a process because /health answers 503.
 
 The endpoint speaks plain HTTP and belongs on loopback; beyond it, put TLS in front.
 """
@@ -54,9 +54,9 @@ from kvkit.workers import Workers
 log = logging.getLogger(__name__)
 
 MAX_BODY_BYTES = 16 << 20
-"""The longest request: a prompt of over a million tokens."""
+"""The longest body of a request, in bytes: enough for a prompt of over a million tokens."""
 BODY_S = 10.0
-"""How long a client may take to send one, in seconds."""
+"""Time limit for sending a body, in seconds."""
 _WORSE: tuple[HealthState, ...] = ("ok", "slow", "half-open", "open")
 _THREADS = 4
 _ENGINE = {"hit_tokens": None, "reason": "the cache does not see which blocks the engine itself keeps"}
@@ -64,16 +64,16 @@ _CLOSE_S = 2
 
 
 class Server:
-    """The endpoint of one cache, in a thread of its own; a context manager. Needs the extra `server`.
+    """The endpoint of one cache, in its own thread; a context manager. Needs the extra `server`.
 
     Args:
-        cache: is not closed with it; close the endpoint first.
-        token: what clients must show, at least MIN_TOKEN_CHARS printable ASCII characters.
-        port: 0 for any that is free; `url` says which.
-        timeout_s: the longest that a request waits for the cache, in seconds.
+        cache: cache to serve. It is not closed with the endpoint; close the endpoint first.
+        token: token that clients must show, at least MIN_TOKEN_CHARS printable ASCII characters.
+        port: port to listen on; 0: any free port, named in `url`.
+        timeout_s: longest time that a request waits for the cache, in seconds.
 
     Raises:
-        ConfigError: a setting is impossible, or the address is taken.
+        ConfigError: a setting is invalid, or the address is taken.
     """
 
     def __init__(
@@ -88,12 +88,12 @@ class Server:
         check_token(token, "server.token")
         try:
             self._socket, self.url = listen(host, port)
-            # what is accepted has it too; without, an answer waits 40 ms for the client's acknowledgement
+            # accepted sockets inherit it; without it an answer waits 40 ms for the client's acknowledgement
             self._socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         except (OSError, OverflowError) as error:
             raise ConfigError(f"server.host={host!r}, server.port={port}: {error}") from error
         self._workers = Workers(_THREADS, "kvkit-http-work")
-        self._clearing = Workers(1, "kvkit-http-clear")  # a tier that hangs keeps only who empties tiers
+        self._clearing = Workers(1, "kvkit-http-clear")  # a tier that hangs blocks only other clears
         app = _guarded(_app(cache, self._workers, self._clearing, timeout_s), token)
         if not is_loopback(host):
             log.warning("server.host=%r: other hosts can reach it, and tokens travel in plain text", host)
@@ -114,7 +114,7 @@ class Server:
         self._thread.start()
 
     def close(self, timeout_s: float = 10.0) -> bool:
-        """Finish requests, up to 2 s, and end the thread; whether it ended within `timeout_s` seconds."""
+        """Finish requests for up to 2 s and end the thread; return whether it ended within `timeout_s`."""
         self._server.should_exit = True
         self._thread.join(timeout_s)
         self._workers.close(0.0)
@@ -139,7 +139,7 @@ class Server:
 
 
 def _guarded(app: ASGIApp, token: str) -> ASGIApp:
-    """`app` for those who show the token; others get 401 before anything they sent is looked at."""
+    """Wrap `app` for clients with the token; others get 401 before anything they sent is read."""
     wanted = token.encode()
 
     async def guarded(scope: Scope, receive: Receive, send: Send) -> None:
@@ -150,7 +150,7 @@ def _guarded(app: ASGIApp, token: str) -> ASGIApp:
             headers["WWW-Authenticate"] = "Bearer"
             answer = JSONResponse({"error": "want Authorization: Bearer and the token"}, 401, headers)
         elif not scope["state"]["connection"].show_token():
-            answer = JSONResponse({"error": "too many requests are under way"}, 503, headers)
+            answer = JSONResponse({"error": "too many requests are in flight"}, 503, headers)
         await answer(scope, receive, send)
 
     return guarded
@@ -185,7 +185,7 @@ _B = TypeVar("_B", bound=_Body)
 
 
 def _app(cache: Cache, workers: Workers, clearing: Workers, timeout_s: float) -> Starlette:
-    """The routes. What may wait for a tier, or takes long to parse, runs in threads, with a deadline."""
+    """Build the routes. Work that may wait for a tier or parse for long runs in threads, with a deadline."""
     registry = metrics.register(cache)
 
     async def show_metrics(request: Request) -> Response:
@@ -249,12 +249,12 @@ def _app(cache: Cache, workers: Workers, clearing: Workers, timeout_s: float) ->
 
         async def endpoint(request: Request) -> Response:
             raw = await _read(request)
-            # shielded: a worker completes its future even when nobody waits for it any more
+            # shielded: a worker completes its future even if nobody waits for it any more
             future = asyncio.wrap_future(threads.submit(lambda: work(raw)))
             try:
                 return JSONResponse(await asyncio.wait_for(asyncio.shield(future), timeout_s))
             except TimeoutError:
-                if future.done():  # it was the tier that gave up, not this wait
+                if future.done():  # the tier timed out, not this wait
                     raise
                 raise HTTPException(504, f"no answer within {timeout_s} s") from None
 
@@ -266,7 +266,7 @@ def _app(cache: Cache, workers: Workers, clearing: Workers, timeout_s: float) ->
 
     async def fail(request: Request, error: Exception) -> Response:
         log.warning("%s failed", request.url.path, exc_info=error)
-        kind = type(error).__name__  # its text may quote a store's address; the log has it
+        kind = type(error).__name__  # the error's text may quote a store's address, so only the log has it
         return JSONResponse({"error": f"{request.url.path} failed: {kind}; see the log"}, 500)
 
     async def drop(_: Request, __: Exception) -> Response:
@@ -280,14 +280,14 @@ def _app(cache: Cache, workers: Workers, clearing: Workers, timeout_s: float) ->
         post("/clear", _ClearBody, clear, clearing),
         post("/pin", _PinBody, pin, workers),
     ]
-    # each kind by name: a handler of Exception itself would have the server log a second traceback
+    # each kind by name: a handler of Exception itself would make the server log a second traceback
     kinds: Sequence[type[Exception]] = (OSError, RuntimeError, ValueError, LookupError, TypeError)
     handlers = {HTTPException: refuse, ClientDisconnect: drop} | dict.fromkeys(kinds, fail)
     return Starlette(routes=routes, exception_handlers=handlers)
 
 
 async def _read(request: Request) -> bytes:
-    """The body, up to MAX_BODY_BYTES and within BODY_S seconds."""
+    """Read the body, up to MAX_BODY_BYTES and within BODY_S seconds."""
     close = {"Connection": "close"}
     too_long = HTTPException(413, f"the body is longer than {MAX_BODY_BYTES} bytes", close)
     declared = request.headers.get("content-length", "0")

@@ -1,7 +1,7 @@
-"""What a store holds: its namespaces, chunks, tokens and bytes, and which records are damaged.
+"""The contents of a store: its namespaces, chunks, tokens, bytes and damaged records.
 
-It is read as tiers read it, so that every store that a cache can use can be listed; and by pieces, so that
-nothing in it decides what memory that takes.
+Stores are read as tiers read them, so every store that a cache can use can be listed. They are read in
+pieces, so nothing in a store decides how much memory that takes.
 """
 
 from __future__ import annotations
@@ -35,10 +35,10 @@ class ArrayListing:
 
     Attributes:
         array: "<namespace digest, hex>/<group index>".
-        namespace: the fields that its zarr.json shows, as whoever wrote it says; empty without one.
-        chunk_tokens: tokens per chunk, as the records say; 0 if none can be read.
-        chunks, bytes: those of which there are records, and the bytes of all of these.
-        damaged: object name and what is wrong with it.
+        namespace: fields in its zarr.json, which are not verified; empty without a zarr.json.
+        chunk_tokens: tokens per chunk according to the records; 0 if none can be read.
+        chunks, bytes: number of chunks with records, and bytes of all records.
+        damaged: object name and damage of each damaged record.
     """
 
     array: str
@@ -71,7 +71,7 @@ def described(listing: ArrayListing) -> dict[str, Any]:
 
 @dataclass(frozen=True, slots=True)
 class StoredRecord:
-    """A record as a store lists it; `written` in seconds since 1970, None where the store does not tell."""
+    """A record as a store lists it; `written` in seconds since 1970, None if the store does not report it."""
 
     name: str
     bytes: int
@@ -79,40 +79,40 @@ class StoredRecord:
 
     @property
     def array(self) -> str:
-        """As that of an `ArrayListing`."""
+        """Name of its array, as in `ArrayListing`."""
         return self.name.rpartition("/")[0]
 
 
 @dataclass(frozen=True, slots=True)
 class _Stored:
-    """Objects as they are stored, compressed or not: how they are listed and read."""
+    """Access to objects in their stored form, compressed or not."""
 
     scan: Callable[[], Iterator[tuple[str, int]]]
     size: Callable[[str], int | None]
     read: Callable[[str, Ranges, Sequence[memoryview]], None]
-    folder: str | None = None  # where each is a file, by its name
+    folder: str | None = None  # in which each object is a file of its name
 
 
 def list_store(url: str, say: Say = lambda text: None) -> Iterator[tuple[ArrayListing, bool]]:
-    """As `list_tier`, of the store at `url`: whatever a tier's `url` may be."""
+    """List the store at `url`, which may be any `url` of a tier, as `list_tier` does."""
     return list_tier(shown(url), tier_of(url), say)
 
 
 def tier_of(url: str) -> TierConfig:
-    """The settings with which the store at `url` can be read."""
+    """Return the settings with which the store at `url` can be read."""
     if kind_of(url) is TIERS["shm"]:
         return TierConfig.model_validate({"url": url, "capacity": capacity_at(pool_path(url))})
     return tier_at(url)
 
 
 def list_records(name: str, config: TierConfig) -> Iterator[StoredRecord]:
-    """The records of a tier, unread. Raises as `list_tier`."""
+    """Yield the records of a tier without reading them. Raises what `list_tier` raises."""
     with _opened(name, config) as stores:
         for store in stores:
             for object_name, size in store.scan():
                 written = None
                 if store.folder is not None:
-                    with suppress(OSError):  # it is gone since
+                    with suppress(OSError):  # it was removed in the meantime
                         written = os.stat(os.path.join(store.folder, object_name)).st_mtime
                 yield StoredRecord(object_name, size, written)
 
@@ -120,17 +120,18 @@ def list_records(name: str, config: TierConfig) -> Iterator[StoredRecord]:
 def list_tier(
     name: str, config: TierConfig, say: Say = lambda text: None
 ) -> Iterator[tuple[ArrayListing, bool]]:
-    """Read and verify every record of a tier, on all of its paths; changes nothing.
-
-    Yields (listing so far, whether its array is done) after every record, so that progress can be shown.
+    """Read and verify every record of a tier, on all of its paths; change nothing.
 
     Args:
-        say: is told of every record that is found, before the first is read.
+        say: function that takes a line for every record found, before the first is read.
+
+    Yields:
+        The listing so far, and whether its array is done: after every record, to show progress.
 
     Raises:
-        FileNotFoundError: its folder does not exist.
+        FileNotFoundError: the tier's folder or pool does not exist.
         OSError: the store cannot be read.
-        ValueError: a setting is not what it may be, or a package is missing.
+        ValueError: a setting is invalid, a package is missing, or the tier is in a process's memory.
     """
     with _opened(name, config) as stores:
         found: dict[str, list[tuple[str, int, _Stored]]] = {}
@@ -152,7 +153,7 @@ def list_tier(
 
 @contextmanager
 def _opened(name: str, config: TierConfig) -> Iterator[list[_Stored]]:
-    """The stores of a tier, as the configuration opens them, but that nothing is cleaned."""
+    """Open the stores of a tier as the configuration does, but clean nothing."""
     if config.in_memory:
         raise ValueError(f"tier {name!r} keeps its records in the memory of its process")
     if config.in_stores:
@@ -180,7 +181,7 @@ def _store(name: str, url: str, config: TierConfig) -> ObjectStore:
 
 
 def _scan(url: str, store: ObjectStore) -> Iterator[tuple[str, int]]:
-    """The records of the store at `url`, which errors name."""
+    """Yield the records of the store at `url`; errors name the URL."""
     try:
         yield from store.scan()
     except OSError as error:
@@ -188,14 +189,14 @@ def _scan(url: str, store: ObjectStore) -> Iterator[tuple[str, int]]:
 
 
 class _Pieces:
-    """The parts of one record, for `record.examine`; a piece around the last one is kept."""
+    """The parts of one record, for `record.examine`. Keeps the last piece that was read."""
 
     def __init__(self, store: _Stored, name: str, size: int) -> None:
         self._store, self._name, self._size = store, name, size
         self._start, self._piece = 0, memoryview(b"")
 
     def read(self, offset: int, size: int) -> memoryview:
-        """That part of the record."""
+        """Return that part of the record."""
         if offset < self._start or offset + size > self._start + len(self._piece):
             self._start = offset
             self._piece = memoryview(bytearray(min(max(size, PIECE_BYTES), self._size - offset)))
@@ -204,7 +205,7 @@ class _Pieces:
 
 
 def _add(listing: ArrayListing, name: str, size: int, store: _Stored) -> bool:
-    """Count a record, and verify it; False if it was removed since it was found: the store is in use."""
+    """Count and verify a record; return False if it was removed meanwhile, as the store is in use."""
     wrong: object = ""
     try:
         header, _, damage = record.examine(_Pieces(store, name, size).read, size)
@@ -229,7 +230,7 @@ def _add(listing: ArrayListing, name: str, size: int, store: _Stored) -> bool:
 
 
 def _chunk(name: str) -> str:
-    """What the names of a chunk's records begin with: which layers and heads they hold follows."""
+    """Return the part of a record's name that all records of its chunk share."""
     return name.rsplit(".", 4)[0]
 
 

@@ -1,6 +1,6 @@
-"""A cache's counts, queues and tier states for Prometheus, read from the cache whenever someone scrapes.
+"""A cache's counts, queues and tier states for Prometheus, read from the cache at every scrape.
 
-Every tier's counters are there from the start, at 0, so that rates are complete; a histogram appears with its
+Every tier's counters exist from the start, at 0, so that rates are complete. A histogram appears with its
 first transfer.
 """
 
@@ -27,40 +27,40 @@ from kvkit.tiers.health import HealthState
 METRICS = """\
 | metric | labels | meaning |
 |---|---|---|
-| kvkit_cache_info | model, rank, world | 1: what is exported here is of this rank, of so many |
-| kvkit_lookups_total | | calls of lookup |
-| kvkit_lookup_tokens_total | | tokens of whole chunks that were asked for |
-| kvkit_queries_total | | questions of the endpoint's clients for what is held; they are no lookups |
-| kvkit_hit_tokens_total | tier | tokens that a lookup found; over kvkit_lookup_tokens_total: the hit rate |
-| kvkit_approximate_tokens_total | tier | those of them that are kept with fewer bits |
-| kvkit_declined_tokens_total | tier | tokens that a lookup found and left out, as computing them is faster |
-| kvkit_loaded_tokens_total | tier | tokens put into the engine, by the tier they came from |
-| kvkit_loaded_bytes_total | tier | the same in bytes |
-| kvkit_stored_records_total | tier | records that were put completely |
-| kvkit_stored_bytes_total | tier | the same in bytes |
-| kvkit_written_back_records_total | tier | those among them that a load from another tier brought |
+| kvkit_cache_info | model, rank, world | always 1; world is the number of ranks |
+| kvkit_lookups_total | | lookups of requests |
+| kvkit_lookup_tokens_total | | tokens that requests looked up, in whole chunks |
+| kvkit_queries_total | | lookups by clients of the endpoint; kvkit_lookups_total does not count them |
+| kvkit_hit_tokens_total | tier | tokens found by lookups; over kvkit_lookup_tokens_total: the hit rate |
+| kvkit_approximate_tokens_total | tier | tokens found by lookups in quantised records |
+| kvkit_declined_tokens_total | tier | tokens found by lookups but left out, as computing them is faster |
+| kvkit_loaded_tokens_total | tier | tokens loaded into the engine, by source tier |
+| kvkit_loaded_bytes_total | tier | bytes loaded into the engine, by source tier |
+| kvkit_stored_records_total | tier | records stored completely, write-backs included |
+| kvkit_stored_bytes_total | tier | bytes of the records stored completely |
+| kvkit_written_back_records_total | tier | records stored completely that a load from another tier brought |
 | kvkit_evicted_records_total | tier | records evicted to make room |
-| kvkit_refused_records_total | tier | records that there was no room for |
-| kvkit_damaged_records_total | tier, cause | records that did not verify |
-| kvkit_errors_total | tier, direction | records that a tier failed to deliver (get) or to take (put) |
+| kvkit_refused_records_total | tier | records refused for lack of room |
+| kvkit_damaged_records_total | tier, cause | records that failed verification |
+| kvkit_errors_total | tier, direction | records that a tier failed to read (get) or to write (put) |
 | kvkit_timeouts_total | tier | answers that missed their deadline |
-| kvkit_cancelled_total | | loads, stores and prefetches that were called off |
-| kvkit_blend_reused_tokens_total | | tokens of blended prompts whose KV was found elsewhere and moved |
-| kvkit_blend_selected_tokens_total | | those among them that were computed again |
-| kvkit_blend_computed_tokens_total | | tokens of blended prompts without KV, which were computed |
+| kvkit_cancelled_total | | cancelled loads, stores and prefetches |
+| kvkit_blend_reused_tokens_total | | tokens of blended prompts with KV found elsewhere and moved |
+| kvkit_blend_selected_tokens_total | | reused tokens of blended prompts that were recomputed |
+| kvkit_blend_computed_tokens_total | | tokens of blended prompts that were computed for lack of KV |
 | kvkit_transfer_seconds | tier, direction | histogram: time of a transfer, one call of a tier's get or put |
 | kvkit_transfer_bytes_per_second | tier, direction | histogram: throughput of a transfer |
 | kvkit_queue_depth | tier | reads and writes that wait for one of the tier's threads |
-| kvkit_puts_under_way | | puts that a flush would wait for |
+| kvkit_puts_under_way | | pending puts, which a flush would wait for |
 | kvkit_slots | | slots of the staging memory |
-| kvkit_slots_in_use | | those that are leased, a memory tier's records among them |
-| kvkit_handoff_transfers | side, phase | transfers under way, to peers (sender) or from them (receiver) |
-| kvkit_handoff_ended_total | side, outcome | those that ended: done, refused, or admitted and failed |
+| kvkit_slots_in_use | | leased slots of the staging memory, including those of a memory tier's records |
+| kvkit_handoff_transfers | side, phase | transfers in flight, to peers (sender) or from peers (receiver) |
+| kvkit_handoff_ended_total | side, outcome | ended transfers: done, refused, or failed after admission |
 | kvkit_handoff_slots | | slots of the buffer that peers send into |
-| kvkit_handoff_slots_in_use | | those that are promised to a transfer, or hold a record that came |
-| kvkit_tier_state | tier, state | 1 for the state that the tier is in (ok, slow, open, half-open), else 0 |
+| kvkit_handoff_slots_in_use | | slots promised to a transfer, or holding a received record |
+| kvkit_tier_state | tier, state | 1 for the current state of the tier (ok, slow, open, half-open), else 0 |
 """
-"""What is exported; direction is get or put. Names, labels and help are taken from here."""
+"""The exported metrics: their names, labels and help; direction is get or put."""
 _TOTALS = (
     *("lookups", "lookup_tokens", "queries", "cancelled"),
     *("blend_reused_tokens", "blend_selected_tokens", "blend_computed_tokens"),
@@ -78,17 +78,17 @@ _BY_TIER = (
     *("written_back_records", "evicted_records", "timeouts"),
 )
 _Samples = dict[tuple[str, ...], Any]
-"""The values of a metric by those of its labels: numbers, or histograms."""
+"""The values of a metric by the values of its labels: numbers or histograms."""
 
 
 class CacheCollector(Collector):
-    """The metrics of one cache, as `METRICS` lists them. Keeps no numbers of its own."""
+    """The metrics of one cache, as listed in `METRICS`. Keeps no numbers of its own."""
 
     def __init__(self, cache: Cache) -> None:
         self._cache = cache
 
     def collect(self) -> Iterator[Metric]:
-        """Every metric as it stands now."""
+        """Yield every metric with its current values."""
         found = _counted(self._cache.counts(), self._cache.tiers) | self._gauges()
         for tier in self._cache.tiers.values():
             if isinstance(tier, HandoffTier):
@@ -99,7 +99,7 @@ class CacheCollector(Collector):
                 yield _family(name, labels.split(", ") if labels else [], meaning, found[name])
 
     def describe(self) -> Iterable[Metric]:
-        """Nothing collected: registering does not call the cache, whose tiers may still be opening."""
+        """Return a placeholder: registering must not call the cache, as its tiers may still be opening."""
         return [Metric("kvkit_cache", "A registry takes one cache", "unknown")]
 
     def _gauges(self) -> dict[str, _Samples]:
@@ -119,7 +119,7 @@ class CacheCollector(Collector):
 
 
 def register(cache: Cache, registry: CollectorRegistry | None = None) -> CollectorRegistry:
-    """Have `registry` (None: a new one) export `cache`; returns it. One cache per registry.
+    """Make `registry` (None: a new one) export `cache`, and return it. A registry takes one cache.
 
     Raises:
         ValueError: the registry exports a cache already.
@@ -130,7 +130,7 @@ def register(cache: Cache, registry: CollectorRegistry | None = None) -> Collect
 
 
 def _family(name: str, labels: list[str], meaning: str, samples: _Samples) -> Metric:
-    """A metric of that name, of the kind that its name and meaning say."""
+    """Build a metric, of the kind that its name and meaning state."""
     if meaning.startswith("histogram"):
         histograms = HistogramMetricFamily(name, meaning, labels=labels)
         for key, shown in samples.items():
@@ -146,7 +146,7 @@ def _family(name: str, labels: list[str], meaning: str, samples: _Samples) -> Me
 
 
 def _counted(counts: Counts, tiers: Iterable[str]) -> dict[str, _Samples]:
-    """What was counted. A place that is no tier is shown where something was counted of it."""
+    """Return the counters. Places that are no tiers are included once they have counts."""
 
     def by_tier(counter: Mapping[str, int], *more: str) -> _Samples:
         return {(tier, *more): counter.get(tier, 0) for tier in (*tiers, *counter)}
@@ -163,7 +163,7 @@ def _counted(counts: Counts, tiers: Iterable[str]) -> dict[str, _Samples]:
 
 
 def _handoff(tier: HandoffTier) -> dict[str, _Samples]:
-    """What is known of transfers to peers (sender) and from them (receiver)."""
+    """Return the metrics of transfers to peers (sender) and from peers (receiver)."""
     found: dict[str, _Samples] = {}
     transfers: _Samples = {}
     ended: _Samples = {}

@@ -1,4 +1,4 @@
-"""Tell what goes on, and how long it has taken, on a terminal and through a pipe alike."""
+"""Progress lines with the time elapsed, the same on a terminal and through a pipe."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ T = TypeVar("T")
 Say = Callable[[str], None]
 
 EVERY_S = 5.0
-"""Nobody waits longer for a line."""
+"""Time between two lines, in seconds."""
 
 
 def timed(console: Console) -> Say:
-    """Make a function that prints a line behind the seconds since this call."""
+    """Make a function that prints a line, preceded by the seconds since this call."""
     began = time.monotonic()
 
     def say(text: str) -> None:
@@ -29,7 +29,7 @@ def timed(console: Console) -> Say:
 
 
 def spaced(say: Say, every_s: float = EVERY_S) -> Say:
-    """Make a function that passes one line on to `say` in `every_s` seconds, none in the first of these."""
+    """Make a function that passes at most one line per `every_s` seconds to `say`, none in the first."""
     told = time.monotonic()
 
     def say_seldom(text: str) -> None:
@@ -42,7 +42,7 @@ def spaced(say: Say, every_s: float = EVERY_S) -> Say:
 
 
 def counted(work: Iterable[T], what: str, total: int, say: Say, every_s: float = EVERY_S) -> Iterator[T]:
-    """Pass on the results of `work`, and tell every `every_s` seconds how many of `total` there are."""
+    """Yield the results of `work`, and report every `every_s` seconds how many of `total` are done."""
     seldom = spaced(say, every_s)
     for number, one in enumerate(work, 1):
         (say if number == total else seldom)(f"{what}: {number} of {total}")

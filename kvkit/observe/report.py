@@ -1,6 +1,6 @@
-"""`kvkit report`: what running caches and stores hold, as one HTML page that asks for nothing else.
+"""`kvkit report`: the contents of running caches and stores, as one self-contained HTML page.
 
-Whatever comes from a store or an endpoint is shown as text: names there may be anything.
+Everything from a store or an endpoint is shown as text: names there may be anything.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from kvkit.observe.top import Snapshot, by_tier, short, totals
 from kvkit.tiers.settings import TierConfig
 
 _MOST_ROWS = 5
-"""Of the largest, the oldest and the damaged records; the rest is counted."""
+"""Maximum number of largest, oldest and damaged records to list."""
 _MOST_CHARS = 120
 _STYLE = """
 :root { color-scheme: light dark; --line: #8884; --bar: #4b8bbe55; --wrong: #d1495b; --good: #3a8f5c }
@@ -42,7 +42,7 @@ _STATES = {"ok": "good", "open": "wrong"}
 
 
 def cell(text: object, style: str = "", share: float | None = None) -> str:
-    """A cell of a table: `style` names classes of the style sheet, `share` says how much of it is shaded."""
+    """Return a cell of a table; `style` names classes of the style sheet, `share` (0 to 1) is shaded."""
     plain = printable(str(text))
     cut = plain if len(plain) <= _MOST_CHARS else plain[:_MOST_CHARS] + "…"
     shade = "" if share is None else f' style="--share: {100 * share:.1f}%"'
@@ -50,17 +50,17 @@ def cell(text: object, style: str = "", share: float | None = None) -> str:
 
 
 def number(text: object, style: str = "", share: float | None = None) -> str:
-    """The same, at the right edge."""
+    """Return a cell with its text at the right edge."""
     return cell(text, f"number {style}", share)
 
 
 def page(sections: Iterable[str], now: float, title: str = "kvkit report") -> str:
-    """The page, of what the functions below made; `now` in seconds since 1970."""
+    """Return the page of these sections; `now` in seconds since 1970."""
     made = time.strftime("%Y-%m-%d %H:%M UTC", time.gmtime(now))
     return "\n".join(
         [
             '<!DOCTYPE html>\n<html lang="en">\n<meta charset="utf-8">',
-            # nothing that a name could smuggle in would be loaded or run
+            # blocks anything that a name could smuggle in from being loaded or run
             '<meta http-equiv="Content-Security-Policy" content="default-src \'none\'; '
             "style-src 'unsafe-inline'\">",
             '<meta name="viewport" content="width=device-width">',
@@ -73,7 +73,7 @@ def page(sections: Iterable[str], now: float, title: str = "kvkit report") -> st
 
 
 def cache_section(now: Snapshot) -> str:
-    """A running cache since it was opened: hits, its tiers and their health, every count that is not 0."""
+    """Return the section of a running cache: hits, tiers, health and non-zero counts since it opened."""
     titles, rows = by_tier(now)
     tiers = [
         "".join([cell(name), cell(state, _STATES.get(state, "")), *map(number, cells)])
@@ -86,18 +86,18 @@ def cache_section(now: Snapshot) -> str:
         share = min(1.0, found / asked) if asked else 0.0
         told = [cell(tier.get(field) or "") for field in ("name", "scope", "codec", "precision")]
         hits.append("".join([*told, number(short(found)), number(f"{share:.1%}", "share", share)]))
-    known = set(re.findall(r"^\| (kvkit_\w+)", METRICS, re.MULTILINE))  # of a histogram: none
+    known = set(re.findall(r"^\| (kvkit_\w+)", METRICS, re.MULTILINE))  # leaves out the samples of histograms
     counts = [
         cell(name) + cell(", ".join(f"{k}={v}" for k, v in sorted(labels))) + number(f"{value:,.0f}")
         for (name, labels), value in now.samples.items()
         if value and name in known
     ]
-    found_by = ("tier", "scope", "codec", "precision", "tokens", "of those asked for")
+    found_by = ("tier", "scope", "codec", "precision", "tokens", "of tokens looked up")
     return "\n".join(
         [
             heading(now.url),
             tiles(totals(now)),
-            table("What lookups found", found_by, hits),
+            table("Hits", found_by, hits),
             table("Tiers", titles, tiers),
             table("Counts that are not 0", ("metric", "labels", "value"), counts),
         ]
@@ -105,10 +105,10 @@ def cache_section(now: Snapshot) -> str:
 
 
 def store_section(name: str, config: TierConfig, now: float) -> tuple[str, int]:
-    """What a tier's stores hold, all of which is read and verified; and how many records are damaged.
+    """Read and verify a tier's stores; return their section and the number of damaged records.
 
     Raises:
-        OSError, ValueError: as `kvkit.observe.inspect.list_tier`.
+        OSError, ValueError: see `kvkit.observe.inspect.list_tier`.
     """
     listings = [listing for listing, complete in list_tier(name, config) if complete]
     records = list(list_records(name, config))
@@ -134,7 +134,7 @@ def store_section(name: str, config: TierConfig, now: float) -> tuple[str, int]:
         cells = [cell(r.name) + number(_bytes(r.bytes)) + _age(r, now) for r in found[:_MOST_ROWS]]
         parts.append(table(title, ("record", "bytes", "written"), cells))
     wrong = [cell(where) + cell(reason, "wrong") for where, reason in damaged[:_MOST_ROWS]]
-    parts.append(table(f"Damaged records: {len(damaged)}", ("record", "what is wrong"), wrong))
+    parts.append(table(f"Damaged records: {len(damaged)}", ("record", "damage"), wrong))
     return "\n".join(parts), len(damaged)
 
 
@@ -172,7 +172,7 @@ def _array_row(listing: ArrayListing, records: Sequence[StoredRecord], held: int
 
 
 def settings_section(title: str, tables: Mapping[str, Any]) -> str:
-    """The settings of a configuration as `model_dump(mode="json")` shows them, by dotted names."""
+    """Return the section of settings by dotted names; `tables` come from `model_dump(mode="json")`."""
     rows = [cell(name) + cell(value) for name, value in _flat(tables)]
     return heading(title) + table("Settings", ("setting", "value"), rows)
 
@@ -186,7 +186,7 @@ def _flat(tables: Mapping[str, Any], before: str = "") -> Iterable[tuple[str, ob
 
 
 def table(title: str, columns: Sequence[str], rows: Sequence[str]) -> str:
-    """Nothing without rows."""
+    """Return a titled table; empty without rows."""
     if not rows:
         return ""
     head = "".join(f"<th>{escape(column)}</th>" for column in columns)

@@ -1,4 +1,4 @@
-"""Tables that commands print: no cell is ever cut, on a terminal of any width or through a pipe."""
+"""Tables that commands print: no cell is cut, at any width of the terminal or through a pipe."""
 
 from __future__ import annotations
 
@@ -14,14 +14,15 @@ from rich.table import Column, Table
 from rich.text import Text
 
 _ENDLESS = 100_000
-"""Characters of a line that is not wrapped: rich has no lines without an end."""
+"""Width of a line that is not wrapped, in characters: rich needs a limit."""
 
 
 class FittedTable:
-    """Render a table whole: as it is, without lines, with rows and columns swapped, or row by row: what fits.
+    """A table that is rendered whole, in the first form that fits the width.
 
-    Cells of columns justified to the right are numbers and never wrap; headings and other cells wrap between
-    words. With `endless`, lines are as long as the table is wide, whatever the console's width.
+    The forms are: unchanged, without lines, with rows and columns swapped, and row by row. Right-justified
+    columns hold numbers, which never wrap; headings and other cells wrap between words. With `endless`, lines
+    are as wide as the table, whatever the console's width.
     """
 
     def __init__(self, table: Table, endless: bool = False) -> None:
@@ -55,32 +56,32 @@ class FittedTable:
 
 
 def show(table: Table, console: Console | None = None) -> None:
-    """Print a table: within the terminal's width, and without a terminal as wide as it is.
+    """Print a table within the terminal's width or, without a terminal, at the table's own width.
 
-    COLUMNS in the environment sets a width there, too.
+    COLUMNS in the environment sets a width without a terminal, too.
     """
     console = console or Console()
     console.print(FittedTable(table, is_endless(console)), crop=False)
 
 
 def is_endless(console: Console) -> bool:
-    """Tell whether lines need no width: there is no terminal, and COLUMNS is not set."""
+    """Return whether lines have no width limit: there is no terminal, and COLUMNS is not set."""
     return not console.is_terminal and not os.environ.get("COLUMNS", "").isdigit()
 
 
 def tell(text: str, console: Console | None = None) -> None:
-    """Print a text as it is: without markup, highlighting or line breaks of its own."""
+    """Print a text unchanged: without markup, highlighting or added line breaks."""
     (console or Console()).print(text, markup=False, highlight=False, soft_wrap=True)
 
 
 def tell_json(document: Any, indent: int | None = None) -> None:
-    """Print a document as JSON, in ASCII; NaN and infinities, which JSON lacks, are null."""
+    """Print a document as ASCII JSON; NaN and infinities, which JSON lacks, become null."""
     plain = json.loads(json.dumps(document), parse_constant=lambda name: None)
     print(json.dumps(plain, indent=indent))
 
 
 def _texts(column: Column, console: Console) -> list[Text]:
-    """The heading and the cells of a column; numbers are marked: they are not to be wrapped."""
+    """Return the heading and the cells of a column; numbers are marked as not to be wrapped."""
     texts = [console.render_str(str(cell), highlight=False) for cell in (column.header, *column.cells)]
     for text in texts[1:]:
         text.no_wrap = column.justify == "right" or column.no_wrap
@@ -94,7 +95,7 @@ def _fitted(
     width: int,
     console: Console,
 ) -> Table | None:
-    """Build a table in the style of `table`, its first line the headings; None if `width` is too small."""
+    """Build a table of `lines`, headings first, in the style of `table`; None if `width` is too small."""
     ample = console.options.update(width=_ENDLESS)
     wanted = []
     made = copy.copy(table)
@@ -110,11 +111,15 @@ def _fitted(
     if room < 0:
         return None
     order = sorted(range(len(wanted)), key=lambda number: wanted[number])
-    for place, number in enumerate(order):  # whoever wants less than an equal share leaves the rest to others
+    for place, number in enumerate(
+        order
+    ):  # columns that need less than an equal share leave the rest to others
         share = min(wanted[number], room // (len(order) - place))
         made.columns[number].width = (made.columns[number].width or 0) + share
         room -= share
     for line in lines[1:]:
         made.add_row(*line)
-    made.width = Measurement.get(console, ample, made).maximum  # or rich squeezes it into the console's width
+    made.width = Measurement.get(
+        console, ample, made
+    ).maximum  # else rich squeezes it into the console's width
     return made

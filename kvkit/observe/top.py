@@ -1,7 +1,7 @@
 """`kvkit top`: a live view of one cache in a terminal, from its HTTP endpoint.
 
-Between two frames everything is per second, and quantiles are those of the interval; a single frame, and the
-first, show totals and the quantiles since the cache was opened.
+Between two frames counts are per second, and quantiles are of the interval. A single frame, and the first of
+several, shows totals and quantiles since the cache was opened.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ _Labels = frozenset[tuple[str, str]]
 _COLOURS = {"ok": "green", "slow": "yellow", "half-open": "yellow", "open": "red"}
 _WENT, _FAILED = ("evicted", "refused", "damaged"), ("errors", "timeouts")
 NARROW = ("tier", "state", "queue", "hit tok", "get B", "get p99", "put B", "put p99", "errors")
-"""The columns of a frame that is not wide."""
+"""Columns of a frame that is not wide."""
 _TIER_TOTALS = (
     *("hit_tokens", "loaded_tokens", "loaded_bytes", "stored_bytes"),
     *(f"{what}_records" for what in _WENT),
@@ -48,11 +48,11 @@ TRANSFERS = "kvkit_transfer_seconds"
 
 
 class TopError(RuntimeError):
-    """There is nothing to show. The message names the address and what to do."""
+    """A cache that cannot be shown. The message names the address and what to do."""
 
 
 class _TokenRefused(TopError):
-    """The endpoint answers, and wants another token, or any."""
+    """An endpoint that answers, but requires a token or another one."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,10 +60,10 @@ class Snapshot:
     """A cache at one moment.
 
     Attributes:
-        at: the reader's clock, in seconds.
-        url: where it came from.
-        tiers: what /tiers said.
-        samples: the value of each metric, by name and labels.
+        at: time of the snapshot by the reader's clock, in seconds.
+        url: URL of the endpoint.
+        tiers: reply of /tiers.
+        samples: value of each metric, by name and labels.
     """
 
     at: float
@@ -72,7 +72,11 @@ class Snapshot:
     samples: Mapping[tuple[str, _Labels], float]
 
     def check(self) -> None:
-        """Raise ValueError, or what comes of reading it, where this is no cache's: then nothing else does."""
+        """Check that this is the snapshot of a cache, so that nothing else fails on it.
+
+        Raises:
+            Exception: ValueError, or any error from reading malformed contents.
+        """
         if not isinstance(self.tiers, list) or not all(isinstance(t["name"], str) for t in self.tiers):
             raise ValueError("/tiers names no tiers")
         for tier in self.tiers:
@@ -82,12 +86,12 @@ class Snapshot:
                     raise ValueError(f"{TRANSFERS} is no histogram")
 
     def sum(self, name: str, **labels: str) -> float:
-        """Sum of the samples of that name with those labels, whatever their others."""
+        """Return the sum of the samples with this name and these labels, whatever their other labels."""
         wanted = labels.items()
         return sum(v for (n, have), v in self.samples.items() if n == name and wanted <= have)
 
     def histogram(self, name: str, tier: str, direction: Direction) -> Histogram | None:
-        """The histogram of that name, None where nothing was transferred."""
+        """Return the histogram of that name, or None if nothing was transferred."""
         labels = {("tier", tier), ("direction", direction)}
         rows = sorted(
             (float(dict(have)["le"]), int(v))
@@ -102,12 +106,12 @@ class Snapshot:
 
 
 def token_for(url: str, token_file: Path | None = None) -> str:
-    """The token to show at `url`: of `token_file`, else KVKIT_SERVER__TOKEN, else of this user's own file.
+    """Return the token for `url`: of `token_file`, else KVKIT_SERVER__TOKEN, else this user's own.
 
-    The last goes to this host alone: nobody else has a use for it.
+    The user's own token is sent to this host only: other hosts have no use for it.
 
     Raises:
-        TopError: `url` is of another host, and none was given.
+        TopError: `url` is on another host, and no token was given.
         ConfigError: the file holds no token, or every user can read it.
     """
     if token_file is not None:
@@ -123,10 +127,10 @@ def token_for(url: str, token_file: Path | None = None) -> str:
 def visit(url: str, token_file: Path | None, timeout_s: float) -> Snapshot:
     """Fetch a snapshot with the token that `token_for` finds.
 
-    Without a token the endpoint is asked all the same: where nothing answers, no token is to blame.
+    Without a token the endpoint is still asked: if nothing answers, that is the error to report.
 
     Raises:
-        TopError: as `fetch`; or the endpoint wants a token, and there is none.
+        TopError: see `fetch`; or the endpoint requires a token, and there is none.
     """
     try:
         token = token_for(url, token_file)
@@ -134,18 +138,18 @@ def visit(url: str, token_file: Path | None, timeout_s: float) -> Snapshot:
         try:
             return fetch(url, "", timeout_s)
         except _TokenRefused:
-            raise TopError(f"{url}: wants a token: {error}") from error
+            raise TopError(f"{url}: requires a token: {error}") from error
     return fetch(url, token, timeout_s)
 
 
 def fetch(url: str, token: str, timeout_s: float) -> Snapshot:
-    """Ask the endpoint at `url` (http or https); all of it takes `timeout_s` seconds at most.
+    """Fetch a snapshot from the endpoint at `url` (http or https), within `timeout_s` seconds in all.
 
     Raises:
-        TopError: nothing answers in time, it refuses the token, or it is no endpoint of kvkit's.
+        TopError: nothing answers in time, the token is refused, or `url` is no endpoint of kvkit's.
     """
     parts = _parts(url)
-    asking = Workers(1, "kvkit-fetch")  # who sends a byte now and then keeps within every other limit
+    asking = Workers(1, "kvkit-fetch")  # a peer that sends a byte now and then evades socket timeouts
     asked = asking.submit(partial(_ask, parts, url, token, timeout_s))
     asking.close(0.0)
     try:
@@ -155,7 +159,12 @@ def fetch(url: str, token: str, timeout_s: float) -> Snapshot:
 
 
 def _ask(parts: SplitResult, url: str, token: str, timeout_s: float) -> Snapshot:
-    """Raises TopError, TimeoutError: as in `fetch`."""
+    """Fetch a snapshot as `fetch` does, but without a limit for the whole.
+
+    Raises:
+        TopError: see `fetch`.
+        TimeoutError: the endpoint sends nothing for `timeout_s` seconds.
+    """
     kind = http.client.HTTPSConnection if parts.scheme == "https" else http.client.HTTPConnection
     # not urllib: it would take the token to wherever a proxy setting or a redirect points
     connection = kind(parts.hostname or "", parts.port, timeout=timeout_s)
@@ -171,7 +180,7 @@ def _ask(parts: SplitResult, url: str, token: str, timeout_s: float) -> Snapshot
         raise
     except (OSError, http.client.HTTPException) as error:
         raise _silent(url, printable(str(error)) or type(error).__name__) from error
-    except Exception as error:  # what parsers raise for whatever somebody sends is not told
+    except Exception as error:  # parsers do not document what they raise for foreign content
         reason = printable(str(error)) or type(error).__name__
         raise TopError(f"{url}: answers, but is no endpoint of kvkit's: {reason}") from error
     finally:
@@ -189,11 +198,11 @@ def _silent(url: str, reason: str) -> TopError:
 def frame(
     now: Snapshot, before: Snapshot | None = None, *, wide: bool = False, endless: bool = False
 ) -> Group:
-    """Build what to show of `now`: change per second since `before`, or totals without it.
+    """Build the display of `now`: changes per second since `before`, or totals without it.
 
     Args:
-        wide: all columns, not only those of `NARROW`.
-        endless: as of a `FittedTable`.
+        wide: True: all columns; False: those of `NARROW`.
+        endless: as in `FittedTable`.
     """
     words = totals(now, before)
     titles, rows = by_tier(now, before)
@@ -210,7 +219,7 @@ def frame(
 
 
 def totals(now: Snapshot, before: Snapshot | None = None) -> tuple[str, ...]:
-    """What the cache as a whole did, in words."""
+    """Return the figures of the whole cache, in words."""
     per = "/s" if before else ""
     asked, hit = (_grown(now, before, f"kvkit_{what}_tokens_total") for what in ("lookup", "hit"))
     return (
@@ -218,12 +227,12 @@ def totals(now: Snapshot, before: Snapshot | None = None) -> tuple[str, ...]:
         f"lookups{per} {short(_grown(now, before, 'kvkit_lookups_total'))}",
         f"tokens{per} {short(asked)}",
         f"slots {now.sum('kvkit_slots_in_use'):.0f} of {now.sum('kvkit_slots'):.0f}",
-        f"puts under way {now.sum('kvkit_puts_under_way'):.0f}",
+        f"pending puts {now.sum('kvkit_puts_under_way'):.0f}",
     )
 
 
 def by_tier(now: Snapshot, before: Snapshot | None = None) -> tuple[tuple[str, ...], list[tuple[str, ...]]]:
-    """Headings, and a row for each tier: its name, its state, numbers."""
+    """Return the headings, and a row for each tier: its name, its state, numbers."""
     per = "/s" if before else ""
     gets = f"get B{per}", "get p50", "get p99"
     puts = f"put B{per}", "put p50", "put p99"
@@ -250,7 +259,7 @@ def by_tier(now: Snapshot, before: Snapshot | None = None) -> tuple[tuple[str, .
 
 
 def _grown(now: Snapshot, before: Snapshot | None, name: str, **labels: str) -> float:
-    """Change per second since `before`, or the total without it."""
+    """Return the change per second since `before`, or the total without it."""
     if before is None:
         return now.sum(name, **labels)
     return (now.sum(name, **labels) - before.sum(name, **labels)) / (now.at - before.at)
@@ -258,7 +267,10 @@ def _grown(now: Snapshot, before: Snapshot | None, name: str, **labels: str) -> 
 
 def watch(ask: Callable[[], Snapshot], console: Console, *, interval_s: float, wide: bool) -> None:
     """Print frames of what `ask` returns until interrupted.
-    Raises TopError: as `fetch`; also when the endpoint goes away."""
+
+    Raises:
+        TopError: see `fetch`; the endpoint may also go away later.
+    """
     before = ask()
     with Live(frame(before, wide=wide), console=console, auto_refresh=False) as live:
         while True:
@@ -270,7 +282,7 @@ def watch(ask: Callable[[], Snapshot], console: Console, *, interval_s: float, w
 
 
 def as_json(now: Snapshot) -> dict[str, Any]:
-    """Describe a snapshot in plain numbers: totals since the cache was opened; times in seconds, or null."""
+    """Describe a snapshot in plain numbers: totals since the cache opened; times in seconds, or null."""
     asked, hit = now.sum("kvkit_lookup_tokens_total"), now.sum("kvkit_hit_tokens_total")
     tiers = []
     for tier in now.tiers:
@@ -314,12 +326,12 @@ def _get(connection: http.client.HTTPConnection, path: str, token: str, url: str
     if reply.status in (401, 403):
         raise _TokenRefused(f"{url}: refuses the token; give the one of that endpoint (--token-file)")
     if reply.status != 200:
-        raise ValueError(f"{path} says {reply.status} {reply.reason}")
+        raise ValueError(f"{path} answers {reply.status} {reply.reason}")
     return body
 
 
 def _quantiles(now: Snapshot, before: Snapshot | None, tier: str, direction: Direction) -> tuple[str, str]:
-    """Median and 99 % of the time of a transfer."""
+    """Return median and 99th percentile of the time of a transfer."""
     times = now.histogram(TRANSFERS, tier, direction)
     past = before.histogram(TRANSFERS, tier, direction) if before else None
     if times and past and times.bounds == past.bounds:
@@ -339,7 +351,7 @@ def _time(seconds: float | None) -> str:
 
 
 def short(number: float) -> str:
-    """With four digits and a decimal prefix: 12.34 k."""
+    """Format a number with four digits and a decimal prefix: 12.34 k."""
     for size, prefix in ((1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k")):
         if number >= size:
             return f"{number / size:.4g} {prefix}"

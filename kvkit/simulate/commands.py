@@ -15,21 +15,21 @@ from kvkit.settings import grouped_options, import_from_here
 
 @dataclass(frozen=True, slots=True)
 class Generated:
-    """The size and the seed of a trace that is generated."""
+    """Size and seed of a generated trace."""
 
-    requests: Annotated[int, typer.Option(help="of a generated trace", min=1, max=10**7)] = 2000
-    seed: Annotated[int, typer.Option(help="of a generated trace")] = 0
+    requests: Annotated[int, typer.Option(help="requests of a generated trace", min=1, max=10**7)] = 2000
+    seed: Annotated[int, typer.Option(help="seed of a generated trace")] = 0
 
 
 @dataclass(frozen=True, slots=True)
 class Choices:
-    """What is simulated side by side."""
+    """Choices to simulate side by side."""
 
     compare: Annotated[
-        str, typer.Option(help="eviction policies side by side, such as lru,arc,mine:Largest")
+        str, typer.Option(help="eviction policies to compare, such as lru,arc,mine:Largest")
     ] = ""
-    sweep: Annotated[str, typer.Option(help="capacities of a tier, such as memory=4GiB,8GiB")] = ""
-    snapshots: Annotated[str, typer.Option(help="values of snapshot_every side by side, such as 1,4,0")] = ""
+    sweep: Annotated[str, typer.Option(help="capacities of a tier to compare, such as memory=4GiB,8GiB")] = ""
+    snapshots: Annotated[str, typer.Option(help="values of snapshot_every to compare, such as 1,4,0")] = ""
 
 
 @grouped_options
@@ -49,7 +49,7 @@ def simulate(
         bool, typer.Option("--wide", help="also show bytes by tier, evictions, medians and waits")
     ] = False,
 ) -> None:
-    """Take a trace of requests through nodes and tiers: hits, bytes, times to the first token, cost."""
+    """Simulate a trace of requests on nodes and tiers: hits, bytes, times to the first token, cost."""
     from kvkit.observe.terminal import show, tell
     from kvkit.simulate import report
     from kvkit.simulate.config import SimulationConfig, load_simulation
@@ -58,7 +58,7 @@ def simulate(
     import_from_here()  # eviction policies
     try:
         setup = load_simulation(config) if config else SimulationConfig()
-        # a picture needs capacities
+        # a plot needs several capacities
         sweep = choices.sweep
         swept = report.parse_sweep(sweep) if sweep else report.default_sweep(setup) if png_path else None
         snapshots = report.parse_snapshots(choices.snapshots)

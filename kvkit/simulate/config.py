@@ -1,4 +1,4 @@
-"""What is simulated: nodes, tiers, links and speeds, read from one TOML file. Every setting has a default.
+"""Settings of a simulation: nodes, tiers, links and speeds, from one TOML file. All have defaults.
 
     [model]
     kv_bytes_per_token = 131072      # 8B parameters, grouped heads, 16 bit
@@ -6,18 +6,18 @@
 
     [nodes]
     both = 4                         # engines; or prefill = 2 and decode = 2
-    per_host = 2                     # of which so many share a host's pool
+    per_host = 2                     # nodes that share a host's pool
     route = "session"
 
     [handoff]                        # from a prefill node to a decode node
     bandwidth = "12GB"               # bytes per second
     latency_ms = 1
 
-    [tiers.memory]                   # in the order in which they are sought
+    [tiers.memory]                   # tiers in lookup order
     scope = "host"                   # a pool at shm://; or node: each engine has its own
-    capacity = "32GiB"               # per host, or node, where that is the scope
+    capacity = "32GiB"               # of each instance: here per host
     bandwidth = "20GB"
-    near = true                      # in the host's memory: nothing is written back from here
+    near = true                      # in host memory: nothing is written back from this tier
 
     [tiers.store]
     scope = "shared"
@@ -30,7 +30,7 @@
     [policy]                         # optional: all tiers, in the order above
     write_back_to = ["memory"]
 
-    [policy.decode]                  # what differs on nodes of one role
+    [policy.decode]                  # differences on nodes of one role
     store_to = ["store"]
 
 Sizes are bytes, or have a unit ("4GiB").
@@ -62,43 +62,47 @@ class _Settings(BaseModel):
 class ModelConfig(_Settings):
     """The model and its engine."""
 
-    kv_bytes_per_token: int = Field(default=131_072, gt=0, description="KV of one token, all layers")
-    item_bytes: Literal[2, 4] = Field(default=2, description="of a number of it")
-    head_size: int = Field(default=128, gt=0, description="numbers of K, or of V, that a head has of a token")
-    prefill_tokens_per_s: float = Field(default=8_000, gt=0, allow_inf_nan=False, description="of one node")
+    kv_bytes_per_token: int = Field(
+        default=131_072, gt=0, description="bytes of KV per token, over all layers"
+    )
+    item_bytes: Literal[2, 4] = Field(default=2, description="bytes of one number of K or V")
+    head_size: int = Field(default=128, gt=0, description="numbers of K, or of V, per head and token")
+    prefill_tokens_per_s: float = Field(
+        default=8_000, gt=0, allow_inf_nan=False, description="prefill speed of one node"
+    )
     state_bytes: int = Field(
-        default=0, ge=0, description="a snapshot of all layers that keep a state; 0: there are none"
+        default=0, ge=0, description="bytes of a snapshot of all layers with states; 0: no layer has a state"
     )
     snapshot_every: int = Field(
         default=1,
         ge=0,
-        description="chunks from one snapshot to the next, besides that at a prompt's end; 0: that one alone",
+        description="chunks from one snapshot to the next; another is at a prompt's end; 0: only that one",
     )
 
 
 class NodesConfig(_Settings):
-    """How many nodes of each role, and how requests come to them."""
+    """The nodes of each role, and the routing of requests."""
 
     both: int = Field(default=1, ge=0, le=10_000, description="nodes that prefill and decode")
-    prefill: int = Field(default=0, ge=0, le=10_000, description="nodes that prefill, for `decode` nodes")
-    decode: int = Field(default=0, ge=0, le=10_000, description="nodes that decode what was handed to them")
+    prefill: int = Field(default=0, ge=0, le=10_000, description="nodes that prefill, for the decode nodes")
+    decode: int = Field(default=0, ge=0, le=10_000, description="nodes that decode, with KV handed to them")
     per_host: int = Field(
         default=1,
         ge=1,
         le=10_000,
-        description="nodes that share the memory of a host, those that follow"
-        " each other; prefill nodes come before decode nodes",
+        description="consecutive nodes that share the memory of a host; "
+        "prefill nodes come before decode nodes",
     )
     route: Route = Field(
         default="session",
-        description="session: all of one to the same node; round-robin; least-busy: the node that is free "
-        "first; prefix: the node that holds the longest run",
+        description="session: all requests of a session go to the same node; round-robin; least-busy: the "
+        "node that is free first; prefix: the node with the longest prefix match",
     )
 
     @model_validator(mode="before")
     @classmethod
     def _disaggregated(cls, values: Any) -> Any:
-        """Where nodes have roles, none does both unless that is said."""
+        """Default `both` to 0 if nodes have roles."""
         if isinstance(values, dict) and (values.get("prefill") or values.get("decode")):
             return {"both": 0} | values
         return values
@@ -116,7 +120,9 @@ class LinkConfig(_Settings):
     """A link between nodes."""
 
     bandwidth: Bandwidth = ByteSize(12_000_000_000)
-    latency_ms: Milliseconds = Field(default=1.0, description="of handing one request over")
+    latency_ms: Milliseconds = Field(
+        default=1.0, description="time to hand one request over, besides its bytes"
+    )
 
 
 class SimulatedTier(_Settings):
@@ -125,30 +131,36 @@ class SimulatedTier(_Settings):
     scope: Literal["node", "host", "shared"] = Field(
         default="node", description="one per node, one for the nodes of a host (shm://), or one for all"
     )
-    capacity: ByteSize | None = Field(default=None, gt=0, description="bytes kept, none: no limit")
-    precision: Precision | None = Field(default=None, description="KV in 8 bits; none: as it is computed")
+    capacity: ByteSize | None = Field(default=None, gt=0, description="bytes kept; none: no limit")
+    precision: Precision | None = Field(default=None, description="quantise KV to 8 bits; none: exact")
     bandwidth: Bandwidth = ByteSize(2_000_000_000)
-    latency_ms: Milliseconds = Field(default=0.0, description="of a run of chunks, once")
-    eviction: PolicyName = Field(default="lru", description=f"who leaves when it is full: {CHOICES}")
-    near: bool = Field(default=False, description="in the host's memory: nothing is written back from here")
+    latency_ms: Milliseconds = Field(default=0.0, description="latency of a run of chunks, once per run")
+    eviction: PolicyName = Field(default="lru", description=f"eviction policy: {CHOICES}")
+    near: bool = Field(default=False, description="in host memory: nothing is written back from this tier")
     price_per_gb_month: float = Field(
-        default=0.0, ge=0, allow_inf_nan=False, description="of a gigabyte (1e9 bytes)"
+        default=0.0, ge=0, allow_inf_nan=False, description="price of a gigabyte (1e9 bytes) per month"
     )
 
 
 class RolePolicy(_Settings):
-    """What goes where, by tier name. See `kvkit.moving.policy`."""
+    """The tiers to load from, store to and write back to, by name. See `kvkit.moving.policy`."""
 
-    retrieve_from: tuple[str, ...] | None = Field(default=None, description="tiers, in this order; none: all")
-    store_to: tuple[str, ...] | None = Field(default=None, description="what gets finished chunks; none: all")
-    write_back_to: tuple[str, ...] | None = Field(
-        default=None, description="what gets chunks that came from another tier; none: the first"
+    retrieve_from: tuple[str, ...] | None = Field(
+        default=None, description="tiers to load from, in this order; none: all"
     )
-    staging_only: bool | None = Field(default=None, description="memory is only passed through")
+    store_to: tuple[str, ...] | None = Field(
+        default=None, description="tiers that get finished chunks; none: all"
+    )
+    write_back_to: tuple[str, ...] | None = Field(
+        default=None, description="tiers that get chunks loaded from another tier; none: the first"
+    )
+    staging_only: bool | None = Field(
+        default=None, description="host memory is only passed through, and keeps nothing"
+    )
 
 
 class SimulatedPolicy(RolePolicy):
-    """What goes where on every node, and what differs by role."""
+    """The policy of every node, and differences by role."""
 
     prefill: RolePolicy = RolePolicy()
     decode: RolePolicy = RolePolicy()
@@ -159,7 +171,7 @@ _DISK = SimulatedTier(capacity=ByteSize(512 << 30), bandwidth=ByteSize(3_000_000
 
 
 class SimulationConfig(_Settings):
-    """Every setting of a simulation. See the module's text."""
+    """All settings of a simulation. See the module's docstring."""
 
     model: ModelConfig = ModelConfig()
     nodes: NodesConfig = NodesConfig()
@@ -177,20 +189,20 @@ class SimulationConfig(_Settings):
         return self
 
     def policy_of(self, role: Role) -> Policy:
-        """The policy of a node of this role, with what was left out filled in."""
+        """Return the policy of a node of this role, with defaults filled in."""
         every = self.policy.model_dump(exclude_none=True)
         own = {name: every.pop(name) for name in ("prefill", "decode")}.get(role, {})
         return replace(Policy.default(self.tiers), **every | own)
 
     def bytes_per_token(self, tier: str) -> int:
-        """What a tier keeps of one token: with a `precision`, a byte a number, and scales for each head."""
+        """Return a tier's bytes per token; with a `precision`, a byte per number, and scales per head."""
         model = self.model
         if self.tiers[tier].precision is None:
             return model.kv_bytes_per_token
         return model.kv_bytes_per_token * (model.head_size + 4) // (model.head_size * model.item_bytes)
 
     def with_tiers(self, changes: Mapping[str, Mapping[str, Any]]) -> SimulationConfig:
-        """A copy whose tiers have these settings changed: {tier: {setting: value}}.
+        """Return a copy with changed settings of tiers: {tier: {setting: value}}.
 
         Raises:
             ConfigError: there is no such tier.
@@ -203,10 +215,10 @@ class SimulationConfig(_Settings):
 
 
 def load_simulation(path: str | Path) -> SimulationConfig:
-    """Read a TOML file.
+    """Read the settings of a simulation from a TOML file.
 
     Raises:
-        ConfigError: it cannot be read, or a setting is unknown or impossible.
+        ConfigError: the file cannot be read, or a setting is unknown or invalid.
     """
     try:
         return SimulationConfig.model_validate(read_toml(path))

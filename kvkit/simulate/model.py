@@ -1,20 +1,21 @@
-"""The simulator: a trace through nodes and tiers, by the plan, policy and eviction functions of the cache.
+"""The simulator: takes a trace through nodes and tiers with the cache's plans, policies and eviction.
 
-Requests are taken in the order of their arrival, each at once: what one stored, the next finds. Per request
+Requests are served in order of arrival, each at once: a request finds all that earlier ones stored. Per
+request
 
-    1. a router picks the node, and with roles also the one that decodes
-    2. the node's tiers are asked in turn for the leading run of the prompt's chunks (as `Cache.lookup`); of a
-       model with states it ends where there is a snapshot, before the last token
-    3. the run is loaded, tier after tier, and written back where the policy says (as `Cache.load`); what
-       comes from a tier with fewer bits is sought last, and not written back
+    1. a router picks the node and, with roles, also the decode node
+    2. the node's tiers are asked in turn for the leading run of the prompt's chunks (as `Cache.lookup`); with
+       states, the run ends at a snapshot before the last token
+    3. the run is loaded, tier after tier, and written back as the policy requires (as `Cache.load`);
+       quantised tiers are asked last, and nothing from them is written back
     4. the rest of the prompt is computed, at least its last token
-    5. prompt and answer are stored (as `Cache.store`), but for what rests on fewer bits, and the snapshots
-       that the engine made and the policy keeps: it has the states at the end of each chunk. With roles the
-       prefill node stores the prompt, hands over the KV that the decode node's own tiers lack, and the decode
-       node stores prompt and answer; neither loads anything of fewer bits then
+    5. prompt and answer are stored (as `Cache.store`), except chunks that depend on quantised KV. Snapshots
+       that the policy keeps are stored too: the engine has the states at the end of each chunk that it
+       computes. With roles, the prefill node stores the prompt and hands over the KV that the decode node's
+       own tiers lack; the decode node stores prompt and answer. Neither loads quantised KV then
 
-The time to the first token is that of loading, computing and handing over, one after the other; a node serves
-one request at a time up to there, and the wait for it is reported apart.
+The time to the first token is the sum of loading, computing and handing over. A node serves one request at a
+time until then; the wait for the node is reported separately.
 """
 
 from __future__ import annotations
@@ -36,21 +37,21 @@ from kvkit.tiers.eviction import state as eviction
 
 @dataclass(slots=True)
 class Report:
-    """What a simulation found. Counters, peaks and costs are by tier."""
+    """The results of a simulation. Counters, peaks and costs are by tier."""
 
     requests: int = 0
     prompt_tokens: int = 0
-    chunk_lookups: int = 0  # chunks that were asked for, by prefill and decode nodes
-    hit_tokens: Counter[str] = field(default_factory=Counter)  # that prefill nodes had not to compute
+    chunk_lookups: int = 0  # chunks that prefill and decode nodes looked up
+    hit_tokens: Counter[str] = field(default_factory=Counter)  # that prefill nodes did not compute
     computed_tokens: int = 0  # of prompts
     decode_hit_tokens: Counter[str] = field(default_factory=Counter)  # of decode nodes, in their own tiers
     read_bytes: Counter[str] = field(default_factory=Counter)  # over the link to the tier
-    written_bytes: Counter[str] = field(default_factory=Counter)  # the same; write-backs are among them
+    written_bytes: Counter[str] = field(default_factory=Counter)  # over the same link, write-backs included
     write_back_bytes: Counter[str] = field(default_factory=Counter)
     handoff_bytes: int = 0  # from prefill to decode nodes
     evicted_chunks: Counter[str] = field(default_factory=Counter)  # and snapshots
-    refused_chunks: Counter[str] = field(default_factory=Counter)  # they found no room
-    peak_bytes: dict[str, int] = field(default_factory=dict)  # the most that was held, over all nodes
+    refused_chunks: Counter[str] = field(default_factory=Counter)  # for lack of room
+    peak_bytes: dict[str, int] = field(default_factory=dict)  # the most bytes held, over all nodes
     ttft_s: list[float] = field(default_factory=list)  # per request, without the wait
     wait_s: list[float] = field(default_factory=list)  # per request
     cost_per_month: dict[str, float] = field(
@@ -59,13 +60,13 @@ class Report:
 
     @property
     def hit_rate(self) -> float:
-        """Share of the prompt tokens that were had from any tier."""
+        """Share of the prompt tokens that were hits, in any tier."""
         return self.hit_tokens.total() / self.prompt_tokens if self.prompt_tokens else 0.0
 
 
 @dataclass(slots=True)
 class Node:
-    """One node: its role's policy and its tiers; what a host or all share is the same object there."""
+    """One node: its role's policy, and its tiers; nodes that share a tier have the same object."""
 
     policy: Policy
     tiers: dict[str, eviction.EvictionState]
@@ -74,7 +75,7 @@ class Node:
 
 
 class Simulator:
-    """Nodes and tiers of `config`, and what happened to them so far; a chunk is `block_tokens` tokens."""
+    """The nodes and tiers of `config` in their current state; a chunk is `block_tokens` tokens."""
 
     def __init__(self, config: SimulationConfig, block_tokens: int) -> None:
         self.config = config
@@ -84,7 +85,9 @@ class Simulator:
         self._state_bytes = dict.fromkeys(config.tiers, config.model.state_bytes)
         self._approximate = frozenset(n for n, tier in config.tiers.items() if tier.precision is not None)
         self._near = [name for name, tier in config.tiers.items() if tier.near]
-        self._states: dict[tuple[str, int], eviction.EvictionState] = {}  # by tier and, of each, its number
+        self._states: dict[
+            tuple[str, int], eviction.EvictionState
+        ] = {}  # by tier, and number of the node or host
         nodes = config.nodes
         self._entry = self._nodes("both", 0, nodes.both) or self._nodes("prefill", 0, nodes.prefill)
         self._decoders = self._nodes("decode", nodes.prefill, nodes.decode)
@@ -92,12 +95,12 @@ class Simulator:
 
     @property
     def room(self) -> int | None:
-        """Chunks that all tiers of all nodes hold together; None: one of them has no limit."""
+        """Number of chunks that all tiers of all nodes can hold; None: a tier has no limit."""
         rooms = [(s.capacity_bytes, self._chunk_bytes[name]) for (name, _), s in self._states.items()]
         return None if None in dict(rooms) else sum((room or 0) // size for room, size in rooms)
 
     def serve(self, request: Request) -> RetrievePlan:
-        """Take one request through; returns what was loaded for its prompt. Mutates tiers and report."""
+        """Serve one request; return the plan of its prompt's load. Mutates tiers and report."""
         report, config, size = self.report, self.config, self._block_tokens
         prompt = request.chunks[: request.prompt_chunks]
         if config.model.state_bytes:  # the state after the last token is of no use
@@ -106,7 +109,7 @@ class Simulator:
         arrival_s = request.timestamp_ms / 1000
         start_s = max(arrival_s, node.free_at_s)
         plan = self._find(node, prompt)
-        if self._decoders:  # what is handed over is exact
+        if self._decoders:  # only exact KV is handed over
             plan = planning.clip(plan, plan.exact)
         time_s = self._load(node, plan, prompt)
         hit = min(plan.chunks * size, request.input_tokens - 1)  # the last token's logits are computed
@@ -126,7 +129,7 @@ class Simulator:
         return plan
 
     def finish(self) -> Report:
-        """The report, with peaks and costs. Mutates it.
+        """Complete the report with costs, and return it. Mutates it.
 
         Raises:
             ConfigError: an eviction policy of another package failed.
@@ -148,7 +151,7 @@ class Simulator:
         return [Node(policy, {n: self._tier(n, number) for n in self.config.tiers}) for number in numbers]
 
     def _tier(self, name: str, node: int) -> eviction.EvictionState:
-        """What a node has of a tier, by the node's number."""
+        """Return a tier's state for the node with this number; nodes may share it."""
         tier = self.config.tiers[name]
         which = {"node": node, "host": node // self.config.nodes.per_host, "shared": 0}[tier.scope]
         capacity = None if tier.capacity is None else int(tier.capacity)
@@ -171,7 +174,7 @@ class Simulator:
         return node
 
     def _find(self, node: Node, names: Sequence[str]) -> RetrievePlan:
-        """What a load takes of the node's tiers, with states up to a snapshot. Mutates their order of use."""
+        """Plan the load from the node's tiers, with states up to a snapshot. Mutates their order of use."""
         self.report.chunk_lookups += len(names)
         plan = self._run(node, names)
         if not self.config.model.state_bytes:
@@ -181,7 +184,7 @@ class Simulator:
         return planning.clip(plan, next(found, 0))
 
     def _run(self, node: Node, names: Sequence[str]) -> RetrievePlan:
-        """The leading run that the node's tiers hold. Mutates their order of use."""
+        """Return the leading run that the node's tiers hold. Mutates their order of use."""
         plan, before = RetrievePlan(len(names), approximate=self._approximate), -1
         while before < plan.chunks < len(names):
             before = plan.chunks
@@ -191,7 +194,7 @@ class Simulator:
         return plan
 
     def _load(self, node: Node, plan: RetrievePlan, names: Sequence[str]) -> float:
-        """Read what `plan` says, and its snapshot; returns the seconds of reading."""
+        """Read the records of `plan` and its snapshot; return the seconds of reading."""
         time_s = self._move(node, plan, names, self._chunk_bytes)
         if self.config.model.state_bytes and plan.chunks:
             last = _snapshot(names[plan.chunks - 1])
@@ -199,7 +202,10 @@ class Simulator:
         return time_s
 
     def _move(self, node: Node, plan: RetrievePlan, names: Sequence[str], sizes: Mapping[str, int]) -> float:
-        """Read records of so many bytes, by tier, and write them back where the policy says."""
+        """Read records of `sizes` bytes, by tier, and write them back as the policy requires.
+
+        Returns the seconds of reading.
+        """
         time_s = 0.0
         for segment in plan.segments:
             tier = self.config.tiers[segment.tier]
@@ -213,7 +219,7 @@ class Simulator:
         return time_s
 
     def _store(self, node: Node, names: Sequence[str], loaded: RetrievePlan, prompt: int) -> None:
-        """Store what rests on nothing approximate, and snapshots. `prompt`: chunks up to its last token."""
+        """Store chunks that depend on no approximate KV, and snapshots. `prompt`: chunks of the prompt."""
         names = names[: loaded.exact] if loaded.exact < loaded.chunks else names
         self._keep(node, names, self._chunk_bytes)
         model = self.config.model
@@ -227,7 +233,7 @@ class Simulator:
             self._put(node, segment, names, sizes)
 
     def _put(self, node: Node, segment: Segment, names: Sequence[str], sizes: Mapping[str, int]) -> int:
-        """Put records into a tier; how many it took that it did not hold."""
+        """Put records into a tier; return the number of new records that it took."""
         tier, start, stop = segment.tier, segment.start, segment.stop
         state, size, report = node.tiers[tier], sizes[tier], self.report
         before = len(state.entries)
@@ -242,10 +248,10 @@ class Simulator:
         return taken
 
     def _hand_over(self, request: Request, prompt: Sequence[str]) -> float:
-        """From the prefill node to a decode node, which has what its own tiers hold; seconds on the link."""
+        """Send a decode node the KV that its own tiers lack; return the seconds on the link."""
         node = self._route(self._decoders, request, prompt)
         plan = self._find(node, prompt)
-        plan = planning.clip(plan, plan.exact)  # the rest comes as it was computed
+        plan = planning.clip(plan, plan.exact)  # the rest is handed over, exact
         self._load(node, plan, prompt)  # while the prompt is computed elsewhere
         for tier, chunks in plan.by_tier().items():
             self.report.decode_hit_tokens[tier] += chunks * self._block_tokens
@@ -258,7 +264,7 @@ class Simulator:
 
 
 def simulate(trace: Trace, config: SimulationConfig) -> Report:
-    """Take every request of `trace` through what `config` describes. Deterministic; mutates neither.
+    """Simulate every request of `trace` as `config` describes. Deterministic; mutates neither.
 
     Raises:
         ConfigError: an eviction policy of another package failed.
@@ -270,11 +276,11 @@ def simulate(trace: Trace, config: SimulationConfig) -> Report:
 
 
 def _snapshot(chunk: str) -> tuple[str, ...]:
-    """The name of the states at the end of a chunk."""
+    """Return the name of the snapshot at the end of a chunk."""
     return (f"after {chunk}",)
 
 
 def _longest(node: Node, names: Sequence[str]) -> int:
-    """The longest run that the node's own tiers hold, without using it."""
+    """Return the longest run that one of the node's tiers holds, without marking it as used."""
     held = (node.tiers[tier].entries for tier in node.policy.retrieve_from)
     return max((sum(1 for _ in takewhile(entries.__contains__, names)) for entries in held), default=0)

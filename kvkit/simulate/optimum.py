@@ -1,4 +1,4 @@
-"""The most hits that any eviction could have: Belady's MIN, told of the whole trace."""
+"""The most hits that any eviction policy could have: Belady's MIN, which knows the whole trace."""
 
 from __future__ import annotations
 
@@ -8,33 +8,35 @@ from kvkit.simulate.traces import Trace
 
 
 def most_hits(trace: Trace, room: int | None) -> int:
-    """Chunks of prompts that are hits at most, with all requests known from the start; O(n log n) in chunks.
+    """Return the most chunks of prompts that can be hits if all requests are known in advance.
 
-    It keeps what is used next soonest, of what is used at once what stands first in its chain, and takes up
-    nothing that is not among these (Belady, https://doi.org/10.1147/sj.52.0078, with bypassing).
+    Takes O(n log n) in chunks. Keeps the chunks with the soonest next use; if several have the same next use,
+    the first of their chain. Other chunks are not stored at all (Belady,
+    https://doi.org/10.1147/sj.52.0078, with bypassing).
 
-    No policy has more. A chunk that is a hit was held ever since the last request that had it: an interval,
-    which the hit ends. Between two requests at most `room` are held, over whatever tiers and nodes, so no
-    more than `room` of the hits' intervals overlap anywhere. Where more would, from the first request on,
-    drop the one that ends last: that keeps as many as can be (Carlisle and Lloyd, On the k-coloring of
-    intervals, 1995). For take a best choice that agrees so far, but keeps the dropped one: it lacks another
-    that overlaps here, and may have that instead, which ends no later and had room until here.
+    No policy has more hits. A chunk that is a hit was held since the last request that had it: an interval,
+    which the hit ends. Between two requests all tiers and nodes together hold at most `room` chunks, so at
+    most `room` of the hits' intervals overlap anywhere. From the first request on, wherever more would
+    overlap, drop the interval that ends last. This keeps as many intervals as possible (Carlisle and Lloyd,
+    On the k-coloring of intervals, 1995). Proof: take an optimal choice that agrees so far, but keeps the
+    dropped interval. It lacks another interval that overlaps here. The other ends no later and had room until
+    here, so the two can be exchanged.
 
-    One tier of one node can have as many, though a chunk is a hit only with all before it. A request that has
-    a chunk has its parent, so of two intervals that one hit of a prompt ends, that of the parent began no
-    earlier, and is dropped later: what is kept of a prompt is a leading run, and no chunk is held without
-    its parent.
+    A single tier of one node can have as many hits, although a chunk is a hit only if all chunks before it
+    are. A request that has a chunk also has its parent. So if the intervals of a chunk and of its parent end
+    at the same hit, the parent's began no earlier, and is dropped later. The kept chunks of a prompt are
+    therefore a leading run, and no chunk is held without its parent.
 
     Args:
-        room: chunks that all tiers of all nodes hold together; None: no limit.
+        room: number of chunks that all tiers of all nodes can hold; None: no limit.
     """
-    ends: list[list[int]] = []  # by request and chunk: the request that hits it next; 0: none does
+    ends: list[list[int]] = []  # by request and chunk: number of the next request that hits it; 0: none
     coming: dict[str, int] = {}
     for number in range(len(trace.requests) - 1, -1, -1):
         request = trace.requests[number]
         ends.append([coming.get(name, 0) for name in request.chunks])
         for i, name in enumerate(request.chunks):
-            coming[name] = number if i < request.prompt_chunks else 0  # an answer's is stored anew, unasked
+            coming[name] = number if i < request.prompt_chunks else 0  # an answer's is stored without lookup
     hits = 0
     held: dict[str, int] = {}
     last: list[tuple[int, int, str]] = []  # a heap of (-end, -place, name), some out of date

@@ -1,4 +1,4 @@
-"""Simulations side by side: eviction policies, capacities and snapshots, as a table, JSON and a picture."""
+"""Comparisons of eviction policies, capacities and snapshots, as a table, JSON and a plot."""
 
 from __future__ import annotations
 
@@ -29,20 +29,20 @@ _BYTES = TypeAdapter(Annotated[ByteSize, Field(gt=0)])
 class SimulatedRun:
     """One simulation."""
 
-    policy: str | None  # of every tier's eviction; None: what each tier has set
-    capacity_bytes: int | None  # of the tier that is swept; None without a sweep
+    policy: str | None  # eviction policy of every tier; None: each tier's own
+    capacity_bytes: int | None  # of the swept tier; None without a sweep
     snapshot_every: int | None  # None: as configured
     report: Report
-    hit_rate_bound: float  # the most that any policy could have with the room of all tiers together
+    hit_rate_bound: float  # highest hit rate of any eviction policy with the room of all tiers together
 
     @property
     def share_of_bound(self) -> float:
-        """The hit rate as a share of what could be had."""
+        """The hit rate as a share of its bound."""
         return self.report.hit_rate / self.hit_rate_bound if self.hit_rate_bound else 1.0
 
     @property
     def label(self) -> str:
-        """What was chosen, but for the capacity."""
+        """The choices of this run, except the capacity."""
         every = "" if self.snapshot_every is None else f"snapshot_every = {self.snapshot_every}"
         return ", ".join(filter(None, (self.policy, every))) or "as configured"
 
@@ -54,11 +54,12 @@ def compare(
     sweep: tuple[str, Sequence[int]] | None = None,
     snapshots: Sequence[int] = (),
 ) -> list[SimulatedRun]:
-    """Simulate every policy (none: as configured), snapshots likewise, at every capacity of a tier, likewise.
+    """Simulate every combination of policies, snapshots and capacities of a tier.
 
     Args:
-        sweep: a tier and its capacities in bytes.
-        snapshots: values of `snapshot_every`.
+        policies: names of eviction policies for all tiers; none: as configured.
+        sweep: a tier and its capacities in bytes; None: as configured.
+        snapshots: values of `snapshot_every`; none: as configured.
 
     Raises:
         ConfigError: there is no such policy or tier, a policy failed, or the model has no states.
@@ -87,7 +88,7 @@ def compare(
 
 
 def default_sweep(config: SimulationConfig) -> tuple[str, list[int]]:
-    """The first limited tier, from an eighth of its capacity to twice it.
+    """Sweep the first limited tier, from an eighth of its capacity to twice its capacity.
 
     Raises:
         ConfigError: no tier has a capacity.
@@ -99,10 +100,10 @@ def default_sweep(config: SimulationConfig) -> tuple[str, list[int]]:
 
 
 def parse_sweep(text: str) -> tuple[str, list[int]]:
-    """Read "memory=4GiB,8GiB" as tier and bytes.
+    """Parse "memory=4GiB,8GiB" to a tier and its capacities in bytes.
 
     Raises:
-        ConfigError: it is not of this form.
+        ConfigError: the text has another form.
     """
     tier, _, sizes = text.partition("=")
     try:
@@ -115,10 +116,10 @@ def parse_sweep(text: str) -> tuple[str, list[int]]:
 
 
 def parse_snapshots(text: str) -> list[int]:
-    """Read "1,4,0" as values of `snapshot_every`; none of nothing.
+    """Parse "1,4,0" to values of `snapshot_every`; an empty text gives none.
 
     Raises:
-        ConfigError: it is not of this form.
+        ConfigError: the text has another form.
     """
     values = [value.strip() for value in text.split(",") if value.strip()]
     if not all(value.isdecimal() for value in values):
@@ -127,7 +128,7 @@ def parse_snapshots(text: str) -> list[int]:
 
 
 def as_json(run: SimulatedRun) -> dict[str, Any]:
-    """A run as plain numbers; times are in seconds, the percentiles those of all requests."""
+    """Return a run as plain numbers; times are in seconds, percentiles are over all requests."""
     report = run.report
     return {
         "policy": run.policy,
@@ -143,17 +144,17 @@ def as_json(run: SimulatedRun) -> dict[str, Any]:
 
 
 def summary(values: Sequence[float]) -> dict[str, float]:
-    """Mean, median and 99th percentile (nearest rank); zeros of nothing."""
+    """Return mean, median and 99th percentile (nearest rank); zeros without values."""
     p50, p99 = np.percentile(values or [0.0], [50, 99], method="inverted_cdf").tolist()
     return {"mean": fmean(values or [0.0]), "p50": p50, "p99": p99}
 
 
 def notes(trace: Trace, name: str) -> Iterator[str]:
-    """Yield what a reader of the figures must know of their trace."""
+    """Yield remarks on the trace that a reader of the figures needs."""
     if not trace.prefixes_known:
         yield (
-            f"{name} has the lengths of requests alone: no request is known to share a prefix with another, "
-            "so there are no hits. Bytes and times are those without reuse; eviction policies do not differ."
+            f"{name} has only the lengths of requests: no request is known to share a prefix with another, "
+            "so there are no hits. Bytes and times are without reuse; eviction policies do not differ."
         )
     if trace.failed:
         yield f"{trace.failed:,} requests of {name} failed, with no answer, and are left out."
@@ -171,7 +172,7 @@ def table(runs: Sequence[SimulatedRun], config: SimulationConfig, swept: str | N
 
 
 def _choices(run: SimulatedRun, config: SimulationConfig, swept: str | None) -> Iterator[tuple[str, str]]:
-    """(heading, text) of each column that says what was simulated."""
+    """Yield (heading, text) of each column with a choice of the run."""
     yield "eviction", run.policy or ", ".join(dict.fromkeys(t.eviction for t in config.tiers.values()))
     if swept:
         yield swept, ByteSize(run.capacity_bytes or 0).human_readable()
@@ -180,10 +181,10 @@ def _choices(run: SimulatedRun, config: SimulationConfig, swept: str | None) -> 
 
 
 def _figures(run: SimulatedRun, config: SimulationConfig, wide: bool) -> Iterator[tuple[str, str]]:
-    """(heading, text) of each column that says what came of it."""
+    """Yield (heading, text) of each column with a result of the run."""
     report, tiers = run.report, config.tiers
     yield "hit rate", f"{report.hit_rate:.1%}"
-    yield "of what could be had", f"{run.share_of_bound:.1%}" if run.hit_rate_bound else "none could"
+    yield "of the optimum", f"{run.share_of_bound:.1%}" if run.hit_rate_bound else "no hits possible"
     for tier in tiers:
         yield f"from {tier}", f"{report.hit_tokens[tier] / max(1, report.prompt_tokens):.1%}"
     for tier in tiers if wide else ():
@@ -203,7 +204,7 @@ def _figures(run: SimulatedRun, config: SimulationConfig, wide: bool) -> Iterato
 
 
 def panels(count: int, width: float, height: float) -> tuple[Any, Sequence[Any]]:
-    """A figure of matplotlib's with so many panels side by side, of so many inches each; and the panels.
+    """Make a matplotlib figure of `count` panels side by side, sizes in inches; return it and its panels.
 
     Raises:
         ConfigError: matplotlib is not installed.
@@ -211,14 +212,16 @@ def panels(count: int, width: float, height: float) -> tuple[Any, Sequence[Any]]
     try:
         from matplotlib.figure import Figure
     except ImportError as error:
-        raise ConfigError(f"--png takes matplotlib: pip install 'kvkit-llm[simulate]' ({error})") from error
+        raise ConfigError(f"--png needs matplotlib: pip install 'kvkit-llm[simulate]' ({error})") from error
     figure = Figure(figsize=(count * width, height), layout="constrained")
     return figure, figure.subplots(1, count, squeeze=False)[0]
 
 
 def plot(runs: Sequence[SimulatedRun], swept: str, path: Path) -> None:
-    """Hit rates against the capacity of the tier that was swept, as a PNG: a line per policy for the hits of
-    that tier, and a dashed one for those of all tiers; a dotted one for the most that could be had.
+    """Plot hit rates against the capacity of the swept tier, as a PNG.
+
+    A line per run label shows hits in that tier, a dashed line hits in all tiers. A dotted line shows the
+    bound.
 
     Raises:
         ConfigError: matplotlib is not installed, or the picture cannot be written.
@@ -230,7 +233,7 @@ def plot(runs: Sequence[SimulatedRun], swept: str, path: Path) -> None:
         share = [r.hit_tokens[swept] / max(1, r.prompt_tokens) for r in (run.report for run in mine)]
         (line,) = axes.plot(sizes, share, marker="o", label=label)
         axes.plot(sizes, [run.report.hit_rate for run in mine], "--", color=line.get_color(), alpha=0.5)
-    axes.plot(sizes, [run.hit_rate_bound for run in mine], ":k", label="what could be had, all tiers")
+    axes.plot(sizes, [run.hit_rate_bound for run in mine], ":k", label="optimum, all tiers")
     axes.set(
         xscale="log", xlabel=f"capacity of {swept}, GiB", ylabel=f"prompt tokens from {swept} (dashed: all)"
     )

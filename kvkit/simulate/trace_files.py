@@ -1,14 +1,14 @@
-"""Files of traces: their lines, compressed or not, and the rows of CSV traces, which have lengths alone.
+"""Trace files: their lines, compressed or not, and the rows of CSV traces, which have only lengths.
 
 Azure's LLM inference traces (https://github.com/Azure/AzurePublicDataset) have the columns
 
     TIMESTAMP,ContextTokens,GeneratedTokens
 
-with a date and time (UTC unless it says another zone), BurstGPT's (https://github.com/HPMLL/BurstGPT)
+with a date and time (UTC unless a zone is given). BurstGPT's (https://github.com/HPMLL/BurstGPT) have
 
     Timestamp,Model,Request tokens,Response tokens,Total tokens,Log Type
 
-with seconds; newer ones have a "Session ID" besides. Columns may be in any order, and others beside them.
+with seconds; newer ones also have a "Session ID". Columns may be in any order, and there may be others.
 """
 
 from __future__ import annotations
@@ -33,9 +33,9 @@ _SHOWN_COLUMNS = 200  # characters of another file's header
 
 
 def read_lines(path: str | Path) -> Iterator[bytes]:
-    r"""Yield the lines of a UTF-8 file as they are read; only "\n" ends one. Recognises gzip by its content.
+    r"""Yield the lines of a UTF-8 file, which may be gzipped, as they are read; only "\n" ends a line.
 
-    A byte order mark is left out. No more than one line is held.
+    Recognises gzip by the content. Drops a byte order mark. Holds no more than one line.
 
     Raises:
         ConfigError: the file cannot be read or decompressed, or is UTF-16. The message names it.
@@ -58,7 +58,7 @@ class CsvRow(NamedTuple):
     """A request of a CSV trace."""
 
     time_ms: float
-    session: str  # empty: none is named
+    session: str  # empty: not given
     input_tokens: int
     output_tokens: int
 
@@ -71,9 +71,9 @@ class _CsvFormat:
     time: str
     prompt: str
     answer: str
-    read_time: Callable[[str], float]  # to milliseconds; ValueError says what is wanted
+    read_time: Callable[[str], float]  # to milliseconds; its ValueError states what is expected
     session: str = ""  # optional
-    fails: bool = False  # whether an answer without tokens marks a request that failed
+    fails: bool = False  # True: an answer without tokens marks a failed request
 
 
 def _milliseconds_of_date(text: str) -> float:
@@ -112,10 +112,10 @@ _FORMATS = (
 
 
 def read_rows(lines: Iterable[bytes], path: str | Path) -> Iterator[CsvRow | None]:
-    """Yield the requests of a CSV trace as its lines are read; None for one that failed.
+    """Yield the requests of a CSV trace as its lines are read; None for a failed request.
 
     Raises:
-        ConfigError: its columns are those of no format, or a value is none. The message names the line.
+        ConfigError: the columns fit no format, or a value is invalid. The message names the line.
     """
     reader = csv.reader(_texts(lines, path), strict=True)
     try:

@@ -1,35 +1,36 @@
 """Traces: requests with the chunks of their tokens, read from a file or generated from a seed.
 
-A file has a request a line, in one of these formats, and may be compressed by gzip. Mooncake's
-(https://github.com/kvcache-ai/Mooncake), an id of which stands for 512 tokens of the prompt:
+A file has one request per line, in one of these formats, and may be compressed by gzip. Mooncake's
+(https://github.com/kvcache-ai/Mooncake), with one id per 512 tokens of the prompt:
 
     {"timestamp": 27482, "input_length": 1260, "output_length": 52, "hash_ids": [46, 47, 2353]}
 
-Alibaba's (https://github.com/alibaba-edu/qwen-bailian-usagetraces-anon), for 16 tokens, with seconds:
+Alibaba's (https://github.com/alibaba-edu/qwen-bailian-usagetraces-anon), with one id per 16 tokens, and time
+in seconds:
 
     {"chat_id": 9, "parent_chat_id": 4, "timestamp": 61.1, "input_length": 35, "hash_ids": [8, 3], "turn": 2}
 
-Requests as an OpenAI server or an agent logs them, with the answer last where it is known:
+Requests as an OpenAI server or an agent logs them, with the answer last if it is known:
 
     {"timestamp": 0, "session": "a", "messages": [{"role": "user", "content": "Hi"}]}
 
-Our own, which knows the blocks that the answer fills, too:
+kvkit's own, which also has the blocks that the answer fills:
 
     {"block_tokens": 256}
     {"timestamp": 0, "session": "chat-1", "input_length": 700, "output_length": 150, "blocks": [7, 8, 9]}
 
-CSV traces of Azure and BurstGPT (`kvkit.simulate.trace_files`), which have lengths alone: no request is known
-to share a prefix with another, so each has chunks of its own.
+CSV traces of Azure and BurstGPT (`kvkit.simulate.trace_files`) have only lengths: no request is known to
+share a prefix with another, so each has chunks of its own.
 
 `timestamp` is in milliseconds, lengths are in tokens. `blocks` are the whole blocks of prompt and answer;
 equal ids are equal tokens, wherever they stand. A first line with `block_tokens` may precede any format.
 
-ShareGPT's conversations, as vLLM's benchmarks read them, are a JSON list, or one of them a line:
+ShareGPT's conversations, as vLLM's benchmarks read them, are a JSON list, or one conversation per line:
 
     {"id": "x", "conversations": [{"from": "human", "value": "Hi"}, {"from": "gpt", "value": "Hello"}]}
 
-Each answer is a request. They have no times: these are drawn as `chat` has them. Of texts, four bytes are a
-token.
+Each answer is a request. Conversations have no times, so times are drawn as in `chat`. Four bytes of text
+count as a token.
 """
 
 from __future__ import annotations
@@ -53,29 +54,29 @@ from kvkit.settings import ConfigError, explain
 from kvkit.simulate.trace_files import MOST_TOKENS, read_lines, read_rows
 
 MOONCAKE_BLOCK_TOKENS, ALIBABA_BLOCK_TOKENS, TEXT_BLOCK_TOKENS, LENGTHS_BLOCK_TOKENS = 512, 16, 256, 256
-_TOKEN_BYTES = 4  # of text, about
+_TOKEN_BYTES = 4  # of text, approximately
 
 
 class Request(msgspec.Struct, frozen=True, gc=False):
-    """One request. It refers to no cycle, so the garbage collector need not visit millions of them."""
+    """One request. It is part of no cycle, so the garbage collector need not visit millions of requests."""
 
-    timestamp_ms: float  # when it arrives
-    session: str  # what a router may keep together
+    timestamp_ms: float  # time of arrival
+    session: str  # requests that a router may keep together
     input_tokens: int  # of the prompt
     output_tokens: int  # of the answer
     chunks: tuple[
         str, ...
-    ]  # a name per whole chunk of prompt and, where known, answer: equal for equal prefixes
-    prompt_chunks: int  # how many of them the prompt fills
+    ]  # a name per whole chunk of the prompt and, if known, the answer: equal for equal prefixes
+    prompt_chunks: int  # number of chunks that the prompt fills
 
 
 @dataclass(frozen=True, slots=True)
 class Trace:
-    """Requests in the order of their arrival; a chunk is `block_tokens` tokens.
+    """Requests in order of arrival; a chunk is `block_tokens` tokens.
 
     Attributes:
-        prefixes_known: False where the file has lengths alone: no request shares a chunk with another then.
-        failed: requests of the file that failed, and were left out.
+        prefixes_known: False if the file has only lengths; then no request shares a chunk with another.
+        failed: number of requests in the file that failed, and were left out.
     """
 
     block_tokens: int
@@ -102,12 +103,12 @@ class _Line(BaseModel):
     blocks: list[int] | None = None
 
     def requests(self, file: _TraceFile) -> Iterable[_Named]:
-        """The requests that the line has. Mutates `file`."""
+        """Return the requests of the line. Mutates `file`."""
         return _requests(self, file)
 
 
 class _ValidLine(msgspec.Struct):
-    """The same, where it is valid: decoded in a third of the time, but with no word of what is wrong."""
+    """A valid `_Line`, decoded in a third of the time, but without explaining what is invalid."""
 
     block: ClassVar[int] = _Line.block
     timestamp: Annotated[float, msgspec.Meta(ge=0)]
@@ -127,7 +128,7 @@ def _requests(line: _Line | _ValidLine, file: _TraceFile) -> tuple[_Named]:
 
 
 class _Chat(_Line):
-    """The same of Alibaba's."""
+    """A request as ids of blocks, in Alibaba's format."""
 
     block: ClassVar[int] = ALIBABA_BLOCK_TOKENS
     chat_id: str | int
@@ -161,7 +162,7 @@ class _Part(BaseModel):
 
 
 class _Conversation(BaseModel):
-    """Requests as texts: one for each answer."""
+    """A conversation as texts, with one request per answer."""
 
     block: ClassVar[int] = TEXT_BLOCK_TOKENS
     conversations: list[_Part]
@@ -181,14 +182,14 @@ _FORMATS: Mapping[str, type[_Line | _Messages | _Conversation]] = {
     "messages": _Messages,
     "conversations": _Conversation,
 }
-"""By a field that no other has."""
+"""Formats by a field that no other format has."""
 _MARKS = tuple(f'"{name}"'.encode() for name in _FORMATS)
 _VALID_LINES = msgspec.json.Decoder(_ValidLine)
 
 
 @dataclass(slots=True)
 class _TraceFile:
-    """What earlier lines of a file said."""
+    """The state of reading a file, from its earlier lines."""
 
     path: str | Path
     header: _Header | None = None
@@ -205,7 +206,7 @@ class _TraceFile:
         return f"{self.path}:{self.number}"
 
     def said(self, time_ms: float, session: str, texts: Sequence[str]) -> _Named:
-        """A request whose answer is the last text. Mutates."""
+        """Build a request with the last text as its answer. Mutates."""
         text = [
             (
                 self.segments.setdefault(t, len(self.segments)),
@@ -218,19 +219,19 @@ class _TraceFile:
 
 
 def trace_of(name: str, requests: int, seed: int = 0) -> Trace:
-    """The trace in a file of that name; where there is none, one of `GENERATORS`: `requests` of it.
+    """Read the trace file `name`; if there is none, generate `requests` with the generator `name`.
 
     Raises:
-        ConfigError: it is neither.
+        ConfigError: `name` is neither a trace nor one of `GENERATORS`.
     """
     made = name in GENERATORS and not Path(name).exists()
     return GENERATORS[name](requests, seed) if made else read_trace(name)
 
 
 def read_trace(path: str | Path) -> Trace:
-    """Read a trace in any of the formats; requests out of order are sorted by time.
+    """Read a trace in any of the formats, and sort its requests by time.
 
-    Lines are read one by one, so that memory holds the requests and not the text, but for a JSON list.
+    Lines are read one by one, so memory holds the requests but not the text, except of a JSON list.
 
     Raises:
         ConfigError: the file cannot be read or is no trace. The message names file, line and field.
@@ -252,7 +253,7 @@ def read_trace(path: str | Path) -> Trace:
 
 
 def _named(lines: Iterable[bytes], path: str | Path, listed: bool) -> Trace:
-    """The trace of lines of JSON, or of a JSON list."""
+    """Build the trace of JSON lines or of a JSON list."""
     if listed:
         try:
             lines = map(bytes, msgspec.json.decode(b"".join(lines), type=list[msgspec.Raw]))
@@ -278,7 +279,7 @@ def _named(lines: Iterable[bytes], path: str | Path, listed: bool) -> Trace:
 
 
 def _lengths(lines: Iterable[bytes], path: str | Path) -> Trace:
-    """The trace of a CSV: each request has chunks of its own, which fill its prompt and answer."""
+    """Build the trace of a CSV file: each request has chunks of its own, for its prompt and answer."""
     found: list[Request] = []
     failed = used = 0  # chunks
     for number, row in enumerate(read_rows(lines, path), 1):
@@ -296,15 +297,15 @@ def _lengths(lines: Iterable[bytes], path: str | Path) -> Trace:
 def _sorted(
     block_tokens: int, requests: list[Request], prefixes_known: bool = True, failed: int = 0
 ) -> Trace:
-    """A trace of `requests`, which are sorted by time. Mutates the list."""
+    """Build a trace of `requests`, sorted by time. Mutates the list."""
     requests.sort(key=attrgetter("timestamp_ms"))
     return Trace(block_tokens, tuple(requests), prefixes_known, failed)
 
 
 def _read_line(text: bytes) -> _AnyLine:
-    """One line, by the format that its fields name."""
+    """Parse one line in the format that its fields indicate."""
     for mark in _MARKS:
-        if mark in text:  # as a field, or within a text
+        if mark in text:  # as a field or within a text
             break
     else:
         try:
@@ -316,15 +317,15 @@ def _read_line(text: bytes) -> _AnyLine:
     except (ValueError, RecursionError):
         fields = None
     if not isinstance(fields, dict):
-        return _Line.model_validate_json(text)  # it says why not
+        return _Line.model_validate_json(text)  # its error explains why
     return next((form for name, form in _FORMATS.items() if name in fields), _Line).model_validate(fields)
 
 
 def write_trace(trace: Trace, path: str | Path) -> None:
-    """Write `trace` in our own format, line by line. A name of a chunk becomes a number.
+    """Write `trace` in kvkit's own format, line by line. Names of chunks become numbers.
 
     Raises:
-        OSError: it cannot be written.
+        OSError: the file cannot be written.
     """
     numbers: dict[str, int] = {}
     header = {"block_tokens": trace.block_tokens}
@@ -342,7 +343,7 @@ def write_trace(trace: Trace, path: str | Path) -> None:
 
 
 def _ids(line: _Line | _ValidLine, file: _TraceFile) -> list[int]:
-    """The ids of a line's whole blocks."""
+    """Return the ids of a line's whole blocks."""
     block_tokens = file.block_tokens
     prompt = line.input_length // block_tokens
     if (line.hash_ids is None) == (line.blocks is None):
@@ -363,23 +364,23 @@ def _ids(line: _Line | _ValidLine, file: _TraceFile) -> list[int]:
 
 
 _Named = tuple[float, str, int, int, Sequence[int]]
-"""(time in ms, session, tokens of the prompt, of the answer, ids of blocks)"""
+"""(time in ms, session, tokens of the prompt, tokens of the answer, ids of blocks)."""
 
 
 class _ChunkNames:
-    """Names chunks by what precedes them, as chained keys do. `request` mutates it.
+    """Names of chunks that depend on all chunks before, as chained keys do. `request` mutates it.
 
-    Most blocks follow the same chunk wherever they stand: these are found by their id alone, which takes half
+    Most blocks follow the same chunk wherever they stand. These are found by their id alone, which takes half
     the time and memory of pairs.
     """
 
     def __init__(self) -> None:
-        self._parents: dict[int, str] = {}  # by block: the name of the chunk that it followed first
+        self._parents: dict[int, str] = {}  # by block: name of the first chunk that it followed
         self._names: dict[int, str] = {}  # by block: its name there
-        self._others: dict[tuple[str, int], str] = {}  # by parent and block: after another chunk
+        self._others: dict[tuple[str, int], str] = {}  # by parent and block: its name after other chunks
 
     def request(self, named: _Named, block_tokens: int) -> Request:
-        """The request whose chunks have these ids."""
+        """Build the request from the ids of its blocks."""
         time_ms, session, input_tokens, output_tokens, ids = named
         parents, names, others = self._parents, self._names, self._others
         name, chunks = "", []
@@ -400,11 +401,11 @@ class _ChunkNames:
 _Text = tuple[tuple[int, int], ...]
 """Text as segments (id, tokens): equal ids are equal text."""
 _Event = tuple[float, str, _Text]
-"""(time in ms, session, text of a prompt and, in the last segment, its answer)"""
+"""(time in ms, session, text of a prompt and, in the last segment, its answer)."""
 
 
 class _Writer:
-    """Draws texts, lengths and times; every segment that it makes is new."""
+    """A random source of texts, lengths and times; every segment that it makes is new."""
 
     def __init__(self, seed: int, kind: str) -> None:
         self.chance = random.Random(f"{kind} {seed}")
@@ -414,11 +415,11 @@ class _Writer:
         return next(self._segments), tokens
 
     def length(self, median: float, spread: float = 0.8, most: int = 16_384) -> int:
-        """Tokens, log-normally distributed."""
+        """Draw a number of tokens from a log-normal distribution."""
         return max(1, min(most, round(median * math.exp(self.chance.gauss(0, spread)))))
 
     def pick(self, size: int, skew: float) -> Callable[[], int]:
-        """Draws from range(size), the i-th with a weight of (i + 1)^-skew."""
+        """Make a function that draws from range(size), the i-th with a weight of (i + 1)^-skew."""
         items = range(size)
         weights = list(accumulate((i + 1) ** -skew for i in items))
         return lambda: self.chance.choices(items, cum_weights=weights)[0]
@@ -428,15 +429,18 @@ class _Writer:
 
 
 def chat(requests: int, seed: int = 0, block_tokens: int = 256) -> Trace:
-    """Conversations: each turn repeats what was said. 12 assistants with system prompts, 2 new sessions a
-    second, 5 turns on average (some have many more), a minute between them."""
+    """Generate conversations: the prompt of each turn repeats all earlier turns.
+
+    12 assistants with system prompts, 2 new sessions a second, 5 turns on average (some have many more), a
+    minute between turns.
+    """
     w = _Writer(seed, "chat")
     assistants = [w.text(w.length(900)) for _ in range(12)]
     pick = w.pick(len(assistants), 1.0)
 
     def session(number: int, start_ms: float) -> Iterator[_Event]:
         said, time = [assistants[pick()]], start_ms
-        go_on = w.chance.betavariate(4, 1)  # some talk once, some all day
+        go_on = w.chance.betavariate(4, 1)  # some sessions have one turn, some very many
         while True:
             said += [w.text(w.length(120, 1.2)), w.text(w.length(250))]
             yield time, f"chat-{number}", tuple(said)
@@ -448,8 +452,11 @@ def chat(requests: int, seed: int = 0, block_tokens: int = 256) -> Trace:
 
 
 def rag(requests: int, seed: int = 0, block_tokens: int = 256) -> Trace:
-    """Questions over shared documents: instructions, one to three of 2,000 documents (Zipf, 1.0), a question.
-    Eight a second; no question returns."""
+    """Generate questions over shared documents.
+
+    A prompt has instructions, one to three of 2,000 documents (Zipf, 1.0) and a question. Eight a second; no
+    question is repeated.
+    """
     w = _Writer(seed, "rag")
     instructions = w.text(600)
     documents = [w.text(w.length(2_500, 0.6)) for _ in range(2_000)]
@@ -464,8 +471,11 @@ def rag(requests: int, seed: int = 0, block_tokens: int = 256) -> Trace:
 
 
 def agents(requests: int, seed: int = 0, block_tokens: int = 256) -> Trace:
-    """Agents: one of 6 long prefixes of tools (4,000 to 16,000 tokens), a task, then steps of an action and
-    what a tool returned, seconds apart, 12 on average. A new task every 2 seconds."""
+    """Generate the requests of agents that call tools.
+
+    A session has one of 6 long prefixes of tools (4,000 to 16,000 tokens), a task, then steps of an action
+    and the tool's result, seconds apart, 12 on average. A new task starts every 2 seconds.
+    """
     w = _Writer(seed, "agents")
     prefixes = [w.text(w.chance.randint(4_000, 16_000)) for _ in range(6)]
     pick = w.pick(len(prefixes), 0.8)
@@ -484,7 +494,7 @@ def agents(requests: int, seed: int = 0, block_tokens: int = 256) -> Trace:
 
 
 def mixed(requests: int, seed: int = 0, block_tokens: int = 256) -> Trace:
-    """A third each of `chat`, `rag` and `agents`, at the same time."""
+    """Generate a third each of `chat`, `rag` and `agents`, at the same time."""
     parts = []
     for make in (chat, rag, agents):
         part = make(-(-requests // 3), seed, block_tokens).requests
@@ -497,7 +507,7 @@ def mixed(requests: int, seed: int = 0, block_tokens: int = 256) -> Trace:
 GENERATORS: dict[str, Callable[[int, int], Trace]] = {
     make.__name__: make for make in (chat, rag, agents, mixed)
 }
-"""name -> (number of requests, seed) -> trace; equal arguments make equal traces."""
+"""Generators by name, (number of requests, seed) -> trace; equal arguments make equal traces."""
 
 
 def _generate(
@@ -507,9 +517,9 @@ def _generate(
     writer: _Writer,
     sessions_per_s: float,
 ) -> Trace:
-    """The first `requests` events of sessions that arrive at random."""
+    """Build a trace of the first `requests` events of sessions that arrive at random."""
     events: list[_Event] = []
-    later: list[_Event] = []  # what sessions to come may still precede
+    later: list[_Event] = []  # a heap: sessions to come may have earlier events
     start_ms = 0.0
     for number in count():
         while later and later[0][0] <= start_ms:
@@ -533,7 +543,7 @@ def _tokens(text: Iterable[tuple[int, int]]) -> int:
 
 
 def _blocks(text: _Text, block_tokens: int, ids: dict[tuple[tuple[int, int, int], ...], int]) -> list[int]:
-    """An id per whole block; equal pieces of equal segments make equal blocks. Mutates `ids`."""
+    """Return an id per whole block; equal pieces of equal segments make equal blocks. Mutates `ids`."""
     found, pieces, room = [], [], block_tokens
     for segment, tokens in text:
         offset = 0

@@ -1,11 +1,12 @@
-"""CacheClip: windows of tokens that a small auxiliary model's question attends to in its last layer.
+"""CacheClip: windows of tokens to which the question attends in a small auxiliary model's last layer.
 
-Yang et al., "CacheClip: Accelerating RAG with Effective KV Cache Reuse", https://arxiv.org/abs/2510.10129: a
-small model's last layer attends much as the large one's, and runs on processors that idle. Tokens are chosen
-by windows, so that what stands together is computed together; taken are windows of 8 tokens that do not
-overlap. Its shared prefixes are `precompute(document, prefix)` here; it fine-tunes the auxiliary.
+Yang et al., "CacheClip: Accelerating RAG with Effective KV Cache Reuse", https://arxiv.org/abs/2510.10129:
+attention in a small model's last layer resembles that of the large model, and runs on idle processors. Tokens
+are chosen by window, so that neighbours are recomputed together; here windows have 8 tokens and do not
+overlap. The paper's shared prefixes are `precompute(document, prefix)` here. The paper also fine-tunes the
+auxiliary model.
 
-Sees: an auxiliary model's attention. Costs no rows: the auxiliary reads the whole prompt, elsewhere.
+Sees: an auxiliary model's attention. Costs no rows: the auxiliary model reads the whole prompt, elsewhere.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ WINDOW = 8
 
 
 def scores(view: View) -> NDArray[np.float64]:
-    """Of each token the mean over its window's free ones; windows begin with spans."""
+    """Score each token by the mean over its window's free tokens; spans begin with a new window."""
     window = np.cumsum(view.offsets % WINDOW == 0)
     paid = np.bincount(window, view.seen.mean(0) * view.free)
     mean: NDArray[np.float64] = (paid / np.maximum(np.bincount(window, view.free), 1))[window]

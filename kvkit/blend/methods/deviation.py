@@ -1,7 +1,8 @@
-"""Tokens whose K or V of layer 1 change most: CacheBlend with one check, as its code and LMCache's have it.
+"""Largest changes of K or V in layer 1: CacheBlend with one check, as in its code and in LMCache.
 
 Yao et al., "CacheBlend: Fast Large Language Model Serving for RAG with Cached Knowledge Fusion",
-https://arxiv.org/abs/2405.16444. LMCache compares keys, the paper's code values; `cacheblend` is the paper's.
+https://arxiv.org/abs/2405.16444. LMCache compares keys, the paper's code compares values. The method
+`cacheblend` follows the paper's text.
 
 Sees: deviations of layer 1. Costs layer 0 of every row.
 """
@@ -17,7 +18,7 @@ from kvkit.blend.methods.method import BlendMethod, NeedsDeviation, View
 
 
 def scores(of: int, view: View) -> NDArray[np.float32]:
-    """The deviation of K (0) or V (1)."""
+    """Return the deviation of K (0) or V (1)."""
     changed: NDArray[np.float32] = view.seen[of]
     return changed
 

@@ -1,7 +1,8 @@
-"""What a blending method is: what it needs to see, and a pure function from that to scores.
+"""Blending methods: a method is a statement of the input that it needs, and a pure function to scores.
 
-A method decides which reused tokens are computed again. It says what it needs to see; whoever runs the model
-shows it that, takes the cost out of the selection's budget, and chooses the tokens with the highest scores.
+A method decides which reused tokens are recomputed. It states the input that it needs. The code that runs the
+model provides the input, charges its cost to the selection's budget, and chooses the tokens with the highest
+scores.
 """
 
 from __future__ import annotations
@@ -16,21 +17,20 @@ from numpy.typing import NDArray
 
 @dataclass(frozen=True, slots=True)
 class NeedsQuestion:
-    """The question's attention, while the computed rows run through the first layers over the KV as found.
+    """The question's attention, from the computed rows in the first layers over the KV as found.
 
-    Shown: float32 [layers, N], what each token is paid. Costs computed rows * layers run through, which are
-    fewer than asked for where that would take more than half of the budget.
+    Input: float32 [layers, N], the attention to each token. Costs computed rows * layers run; fewer layers
+    run if this would take more than half of the budget.
 
     Args:
-        depth: the share of the model's layers to run through; None: as many layers as `Selection.layers`.
-        last: of these layers the last so many are shown; None: all.
-        heads: how a layer's heads and the question's rows are brought together. `max`: summed over rows, of
-            the head that pays most; `mean`: summed over rows, the mean over heads; `norm`: the mean over
-            heads, then the root of the sum of squares over rows; `each`: summed over rows, and shown is
-            [layers, heads, N].
-        value_norm: weigh attention by the norm of the value; None: as `Selection.value_norm` says.
-        anchors: the rows see this share of every span's tokens, those with the smallest keys, and its first
-            four; what they pay is of all tokens nevertheless. 1: they see all.
+        depth: share of the model's layers to run; None: as many layers as `Selection.layers`.
+        last: number of these layers in the input, the last ones; None: all.
+        heads: reduction over a layer's heads and the question's rows. `max`: sum over rows, maximum over
+            heads; `mean`: sum over rows, mean over heads; `norm`: mean over heads, then root of the sum of
+            squares over rows; `each`: sum over rows, so the input is [layers, heads, N].
+        value_norm: True: weight attention by the norm of the value; None: as in `Selection.value_norm`.
+        anchors: share of every span's tokens that the rows attend to, those with the smallest keys; its
+            first four are always among them. The input still has the attention to all tokens. 1: all.
     """
 
     depth: float | None = None
@@ -47,14 +47,14 @@ class NeedsQuestion:
 
 @dataclass(frozen=True, slots=True)
 class NeedsDeviation:
-    """How much a layer's K and V change when the layers before it are computed.
+    """The change of a layer's K and V when the layers before it are computed.
 
-    Shown: float32 [2, N], of K and of V the squared distance over heads and channels; 0 where nothing was
-    computed. Costs every row that is not exact in layer 0; then layer 1 is shown.
+    Input: float32 [2, N], squared distances of K and of V over heads and channels; 0 for tokens that were not
+    computed. Costs layer 0 of every row that is not exact; the input is then of layer 1.
 
     Args:
-        gradual: the choice is made in every layer from 1 on, among the rows still left: from a third more
-            rows than the mean to a third fewer.
+        gradual: True: choose in every layer from 1 on, among the remaining rows: from a third more rows than
+            the mean to a third fewer.
     """
 
     gradual: bool = False
@@ -65,9 +65,9 @@ class NeedsDeviation:
 
 @dataclass(frozen=True, slots=True)
 class NeedsAuxiliary:
-    """What the question pays each token in the last layer of another, smaller model that reads all of it.
+    """The question's attention in the last layer of a smaller model that reads the whole prompt.
 
-    Shown: float32 [1, N], the mean over heads and rows. Costs no rows: they are the other model's.
+    Input: float32 [1, N], the mean over heads and rows. Costs no rows: the other model computes them.
     """
 
     def __str__(self) -> str:
@@ -76,10 +76,10 @@ class NeedsAuxiliary:
 
 @dataclass(frozen=True, slots=True)
 class NeedsRecompute:
-    """What the question pays each token in every layer of a full prefill, and how wrong its value is.
+    """The question's attention in every layer of a full prefill, and the error of each token's value.
 
-    Shown: float32 [2, layers, N]: attention, the mean over heads, summed over rows; the norm over heads and
-    channels of what changes in V. Costs nothing, and cannot be had for that: it is for comparisons.
+    Input: float32 [2, layers, N]: attention, mean over heads and sum over rows; norm over heads and channels
+    of the change in V. Its cost is not counted, so it serves for comparisons only.
     """
 
     def __str__(self) -> str:
@@ -91,12 +91,12 @@ Needs = NeedsQuestion | NeedsDeviation | NeedsAuxiliary | NeedsRecompute
 
 @dataclass(frozen=True, slots=True, eq=False)
 class View:
-    """A prompt of N tokens as a method sees it.
+    """The input of a method for a prompt of N tokens.
 
     Args:
-        starts: int [spans], ascending, where spans of reused tokens begin.
+        starts: int [spans], starts of the spans with reused tokens, ascending.
         free: bool [N], tokens that can be chosen.
-        seen: float32, as the method's `needs` has it; [0, N] where that is nothing.
+        seen: float32, the input that the method's `needs` describe; [0, N] if it needs none.
         fade: `Selection.fade`.
     """
 
@@ -107,18 +107,18 @@ class View:
 
     @property
     def offsets(self) -> NDArray[np.int64]:
-        """int64 [N]: how far each token is from its span's start; huge before the first."""
+        """Distance of each token from its span's start, int64 [N]; huge before the first span."""
         return offsets(self.starts, len(self.free))
 
 
 @dataclass(frozen=True, slots=True)
 class BlendMethod:
-    """How tokens to compute again are chosen.
+    """A method to choose the tokens to recompute.
 
     Args:
-        scores: float [N]; the highest of those that are free are chosen, equal ones by position, and a token
-            of score -inf is not. Must be pure.
-        needs: what it is shown; None: nothing but where spans are.
+        scores: pure function that returns float [N]; free tokens with the highest scores are chosen, equal
+            scores by position. Tokens with -inf are chosen only among the first of a span.
+        needs: input that it needs; None: only the positions of spans.
     """
 
     scores: Callable[[View], NDArray[np.floating]]
@@ -126,7 +126,7 @@ class BlendMethod:
 
 
 def offsets(starts: NDArray[np.int32], tokens: int) -> NDArray[np.int64]:
-    """As `View.offsets`, of so many tokens."""
+    """Return the distance of each token from its span's start, as `View.offsets`, for `tokens` tokens."""
     positions = np.arange(tokens)
     span = np.searchsorted(starts, positions, side="right") - 1  # -1 before the first
     origin = starts[span] if len(starts) else np.zeros(tokens, np.int64)

@@ -1,8 +1,8 @@
-"""The tokens that the question attends to most when all is computed, and of these the ones that are wrong.
+"""Oracles: the tokens that the question attends to most in a full prefill, by attention or by error.
 
-What no method can know. `oracle` is a roof for methods that go by the question's attention: none covers more
-of its mass. It says nothing of how wrong a token's KV is. `oracle_change` does: each layer's attention times
-the norm of what changes in V.
+No method can know them in advance. `oracle` is an upper bound for methods that use the question's attention:
+none covers more of its mass. It ignores how wrong a token's KV is. `oracle_change` does not: it multiplies
+each layer's attention by the norm of the change in V.
 
 Sees: full recompute. Costs nothing, and is for `kvkit bench blend` alone.
 """
@@ -16,13 +16,13 @@ from kvkit.blend.methods.method import BlendMethod, NeedsRecompute, View
 
 
 def scores(view: View) -> NDArray[np.float32]:
-    """The attention's mass over layers."""
+    """Return the attention's mass over all layers."""
     total: NDArray[np.float32] = view.seen[0].sum(0)
     return total
 
 
 def changes(view: View) -> NDArray[np.float32]:
-    """The attention's mass times the change of what is attended to, over layers."""
+    """Return the attention's mass times the change of V, summed over all layers."""
     total: NDArray[np.float32] = view.seen.prod(0).sum(0)
     return total
 

@@ -2,8 +2,8 @@
 
 Wang et al., "ProphetKV: User-Query-Driven Selective Recomputation for Efficient KV Cache Reuse in
 Retrieval-Augmented Generation" (ICML 2026), https://arxiv.org/abs/2602.02579: the question runs over the KV
-as it was found, the attention of its layers is fused to one set of tokens, and these are computed again in
-all layers. How it is fused was not to be had: taken is the mean.
+as it was found, the attention of all layers is fused to one set of tokens, and these are recomputed in all
+layers. The paper's way of fusing was not available: the mean is used here.
 
 Sees: the question's attention in every layer. Costs computed rows * all layers.
 """
@@ -17,7 +17,7 @@ from kvkit.blend.methods.method import BlendMethod, NeedsQuestion, View
 
 
 def scores(view: View) -> NDArray[np.float32]:
-    """The mean over layers."""
+    """Return the mean over layers."""
     mean: NDArray[np.float32] = view.seen.mean(0)
     return mean
 

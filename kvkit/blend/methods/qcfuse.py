@@ -1,14 +1,15 @@
-"""QCFuse: the attention of a question that has seen a compressed view of the documents, in critical layers.
+"""QCFuse: the question's attention in critical layers, after it saw a part of the documents.
 
 Yan et al., "QCFuse: Query-Aware Cache Fusion via Compressed View for Efficient RAG Serving",
-https://arxiv.org/abs/2606.05875: the question runs over a tenth of each document's tokens, its anchors, and
-its attention to all tokens in a few critical layers decides. Two things are taken otherwise. Its anchors are
-ranked by KVzip when a document is stored, for which records here have no room: taken are the tokens with the
-smallest keys, to which attention tends (Devoto et al., https://arxiv.org/abs/2406.11430). Its critical layers
-are profiled per model: taken are three a little past the middle, where those of its four models are.
+https://arxiv.org/abs/2606.05875: the question runs over the anchors, a tenth of each document's tokens, and
+its attention to all tokens in a few critical layers decides. Two things differ here. The paper ranks anchors
+by KVzip when a document is stored, and records here have no room for the ranks: the tokens with the smallest
+keys, which attract attention (Devoto et al., https://arxiv.org/abs/2406.11430), are used as anchors. The
+paper profiles each model for its critical layers: here these are three layers a little past the middle, as in
+the paper's four models.
 
-Sees: the question's attention in three layers. Costs computed rows * 0.6 of the layers; what it saves, KV
-that need not be there before the choice, is not counted in rows.
+Sees: the question's attention in three layers. Costs computed rows * 0.6 of the layers. Its saving, that not
+all KV is needed before the choice, is not counted in rows.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from kvkit.blend.methods.method import BlendMethod, NeedsQuestion, View
 
 
 def scores(view: View) -> NDArray[np.float32]:
-    """The mean over layers."""
+    """Return the mean over layers."""
     mean: NDArray[np.float32] = view.seen.mean(0)
     return mean
 

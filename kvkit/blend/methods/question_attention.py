@@ -1,7 +1,7 @@
-"""What the question attends to most: kvkit's own method, the default.
+"""The tokens that the question attends to most: kvkit's own method, the default.
 
-The attention of the head that pays most, summed over the first layers: few heads look for what the question
-is about. It is weighed by the norm of the value that is attended to, and corrected for where a token stands.
+The score is the largest attention of any head, summed over the first layers: only few heads look for the
+question's subject. It is weighted by the norm of the value, and corrected for the token's position.
 
 Sees: the question's attention in `Selection.layers` layers. Costs computed rows * these layers.
 """
@@ -15,20 +15,22 @@ from kvkit.blend.methods.method import BlendMethod, NeedsQuestion, View, offsets
 
 
 def scores(view: View) -> NDArray[np.float32]:
-    """Attention summed over layers, `by_place`."""
+    """Return attention summed over layers, corrected `by_place`."""
     return by_place(view.seen.sum(0), view.starts, view.fade)
 
 
 def by_place(scores: NDArray[np.float32], starts: NDArray[np.int32], fade: int) -> NDArray[np.float32]:
-    """What a question attends to, [N], corrected for where tokens stand: `scores` times
+    """Correct the question's attention, `scores` [N], for the positions of tokens.
+
+    The result is `scores` times
 
         sqrt(N - position) / (1 + offset / fade)
 
-    The numerator takes back half (on a logarithmic scale) of attention's preference for what is near. The
-    offset is that from the start of a token's span; what stands before the first span gets nothing.
+    The numerator removes half (on a logarithmic scale) of attention's preference for near tokens. The offset
+    is a token's distance from the start of its span; tokens before the first span score almost 0.
 
     Args:
-        starts: int [spans], ascending, where spans begin.
+        starts: int [spans], starts of the spans, ascending.
         fade: as in `Selection`.
     """
     distance = np.arange(len(scores), 0, -1)

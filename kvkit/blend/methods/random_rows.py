@@ -1,4 +1,4 @@
-"""Tokens at random, to compare with: equal ones for prompts with equally many reused tokens.
+"""Random tokens, as a baseline: the same choice for prompts with equally many reused tokens.
 
 Sees: nothing. Costs nothing.
 """
@@ -13,7 +13,7 @@ from kvkit.blend.methods.method import BlendMethod, View
 
 
 def scores(view: View) -> NDArray[np.float64]:
-    """The reused tokens in an order drawn from a generator whose seed is their number."""
+    """Rank the reused tokens in random order; the seed is the number of reused tokens."""
     reused = np.flatnonzero(view.free)
     drawn = np.zeros(len(view.free))
     drawn[default_rng(len(reused)).permutation(reused)] = -np.arange(len(reused))

@@ -1,4 +1,4 @@
-"""Blending methods by name: kvkit's own, each a file of this folder, and yours as "package.module:name"."""
+"""Blending methods by name: kvkit's, each a file of this folder, and yours as "package.module:name"."""
 
 from __future__ import annotations
 
@@ -36,10 +36,10 @@ METHODS: Mapping[str, BlendMethod] = {
 
 
 def named(name: str) -> BlendMethod:
-    """The method of this name; one of another package is imported.
+    """Return the method of this name; import it if it is in another package.
 
     Raises:
-        ValueError: there is none, or what there is is no `BlendMethod`.
+        ValueError: there is no such method, or the object of this name is no `BlendMethod`.
     """
     if name in METHODS:
         return METHODS[name]
@@ -55,10 +55,10 @@ def named(name: str) -> BlendMethod:
 
 
 def served(name: str) -> str:
-    """`name`, of a method that an engine can provide for: the question's attention, or nothing.
+    """Return `name` if an engine can serve the method: it needs the question's attention, or nothing.
 
     Raises:
-        ValueError: as `named`; or the method needs something else.
+        ValueError: there is no such method, or it needs something else.
     """
     if _is_served(method := named(name)):
         return name
