@@ -148,5 +148,5 @@ def test_weights_of_8_bits_whose_activations_stay_are_cached(tmp_path: Path) -> 
 def test_a_change_of_later_tokens_alone_is_seen_with_16_bits() -> None:
     """Random weights of which less than rounding shows in any one value."""
     model = of(transformers.BertConfig(**BERT)).bfloat16()
-    with pytest.raises(LayoutError, match="both ways"):
+    with pytest.raises(LayoutError, match="bidirectional attention"):
         check_fit(model, probe_layout(model))

@@ -149,7 +149,7 @@ def test_tokens_that_were_equally_likely_may_be_exchanged() -> None:
 def test_a_verdict_asks_for_a_transfer() -> None:
     assert judge(WARM, seen(256), None).outcome == "proven"
     assert judge(WARM, seen(0), None).outcome == "not proven"
-    assert judge(WARM, seen(None), None).why == "the server does not tell how many tokens were loaded"
+    assert judge(WARM, seen(None), None).why == "the server does not report how many tokens were loaded"
     assert judge(WARM, seen(256, loads="fresh"), None).outcome == "not proven"
     assert judge(WARM, seen(0, loads="fresh"), None).outcome == "proven"
     assert judge(WARM, seen(0, loads="fresh"), None, handed_off=True).outcome == "not proven"

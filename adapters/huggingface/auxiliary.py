@@ -1,4 +1,4 @@
-"""Another, smaller model by which tokens are chosen: what the question attends to in its last layer."""
+"""Token scores from a smaller auxiliary model: the question's attention in its last layer."""
 
 from __future__ import annotations
 
@@ -14,13 +14,14 @@ PART_TOKENS = 512
 
 
 class AuxiliaryModel:
-    """Reads whole prompts, for blending methods that need `NeedsAuxiliary`.
+    """A model that reads whole prompts, for blending methods with `NeedsAuxiliary`.
 
     Args:
-        model: a Hugging Face causal language model, whose attention is set to "eager": that alone shows it.
-        tokenizers: the blended model's and this one's (a fast one), where they differ. What one's tokens are
-            paid goes to the other's by the characters they share; text of a token that is no whole character
-            is what its tokenizer makes of it. None: they have the same token ids.
+        model: a Hugging Face causal language model. Its attention is set to "eager", which alone returns
+            weights.
+        tokenizers: tokenizers of the blended model and of this one (a fast one), if they differ. Scores are
+            mapped between their tokens by shared characters; a token that is part of a character counts as
+            the text that its tokenizer decodes it to. None: both models have the same token ids.
     """
 
     def __init__(self, model: Any, tokenizers: tuple[Any, Any] | None = None) -> None:
@@ -28,7 +29,7 @@ class AuxiliaryModel:
         self._model, self._tokenizers = model.eval(), tokenizers
 
     def __call__(self, tokens: NDArray[np.int32], plan: BlendPlan) -> NDArray[np.float32]:
-        """float32 [1, N]: what the plan's question pays each token, the mean over heads and rows."""
+        """Return the question's attention to each token, float32 [1, N], mean over heads and rows."""
         if self._tokenizers is None:
             return self._paid(tokens.astype(np.int64), int(plan.question[0]))[None]
         theirs, own = self._tokenizers
@@ -47,7 +48,7 @@ class AuxiliaryModel:
 
     @torch.inference_mode()
     def _paid(self, ids: NDArray[np.int64], question: int) -> NDArray[np.float32]:
-        """float32 [T]: what tokens from `question` on pay."""
+        """Return the mean attention of the tokens from `question` on to each token, float32 [T]."""
         given, cache = torch.from_numpy(ids)[None].to(self._model.device), None
         for start in range(0, question, PART_TOKENS):
             part = given[:, start : min(start + PART_TOKENS, question)]
@@ -56,5 +57,5 @@ class AuxiliaryModel:
         made = self._model(asked, past_key_values=cache, output_attentions=True, logits_to_keep=1)
         last = made.attentions[-1][0].float().mean((0, 1)).cpu().numpy()
         paid = np.zeros(len(ids), np.float32)
-        paid[len(ids) - len(last) :] = last  # a sliding window keeps the last ones alone
+        paid[len(ids) - len(last) :] = last  # a sliding window covers the last tokens only
         return paid

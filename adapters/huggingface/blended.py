@@ -1,7 +1,7 @@
-"""A Hugging Face decoder that reuses documents wherever they stand in a prompt.
+"""A Hugging Face decoder that reuses documents anywhere in a prompt.
 
 blended = BlendedModel.open(model, config)
-blended.precompute(document)                               # once; its KV goes to the tiers
+blended.precompute(document)                               # once; stores its KV in the tiers
 blended.prefill(prompt, documents=[(start, stop), ...])    # after any other text
 """
 
@@ -39,14 +39,14 @@ _PROBE_TOKENS = 12
 
 
 class HuggingFaceDecoder:
-    """The layers of a Llama-like causal language model, as `kvkit.blend.run.Decoder` wants them.
+    """The layers of a Llama-like causal language model, as a `kvkit.blend.run.Decoder`.
 
     Every layer must be: h += o_proj(attention(norm(h))), then h += mlp(norm(h)), with q_proj, k_proj, v_proj,
-    optional q_norm and k_norm per head, and one rotary embedding for all layers. Whether a model really is so
-    is found out by computing a few tokens both ways.
+    optional q_norm and k_norm per head, and one rotary embedding for all layers. The constructor verifies
+    this by computing a few tokens both ways.
 
     Raises:
-        BlendError: the model is of another kind; names its type and what differs.
+        BlendError: the model is of another kind; the message names its type and what differs.
     """
 
     def __init__(self, model: Any) -> None:
@@ -88,7 +88,7 @@ class HuggingFaceDecoder:
     def post(self, layer: int, h: torch.Tensor, o: torch.Tensor) -> torch.Tensor:
         block = self.base.layers[layer]
         h = h + block.self_attn.o_proj(o.flatten(1))
-        mixed = block.mlp(block.post_attention_layernorm(h)[None])[0]  # MoE wants [1, M, E]
+        mixed = block.mlp(block.post_attention_layernorm(h)[None])[0]  # MoE expects [1, M, E]
         return cast(torch.Tensor, h + mixed)
 
     def logits(self, h: torch.Tensor) -> torch.Tensor:
@@ -101,7 +101,7 @@ class HuggingFaceDecoder:
                 raise BlendError(f"model type {self.kind!r}: {lacks}")
 
     def _matching_rope(self) -> Rope:
-        """The rope, of the two orders of channels, with which the loop computes what the model does."""
+        """Return the rope with the order of channels that reproduces the model's results."""
         rotary = self.base.rotary_emb
         frequencies = tuple(rotary.inv_freq.double().tolist())
         scale = float(getattr(rotary, "attention_scaling", 1.0))
@@ -120,7 +120,7 @@ class HuggingFaceDecoder:
 
     @torch.inference_mode()
     def _difference(self) -> float:
-        """Largest relative difference, of any layer's K, V or the logits, between the model and the loop."""
+        """Return the largest relative difference from the model in the logits or any layer's K or V."""
         vocabulary = self.base.embed_tokens.weight.shape[0]
         ids = np.arange(_PROBE_TOKENS, dtype=np.int32) * 7919 % vocabulary
         try:
@@ -141,17 +141,17 @@ class HuggingFaceDecoder:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class BlendedPrefill:
-    """A prompt whose KV is complete, some of it blended.
+    """A prompt with complete KV, partly blended.
 
     Attributes:
-        logits: of the last token, [V].
-        kv: the model's cache (`past_key_values`). Not to be stored: it is not what a full prefill computes.
+        logits: logits of the last token, [V].
+        kv: the model's cache (`past_key_values`). Do not store it: a full prefill computes other KV.
         plan: which KV was found, and whether it is exact.
-        prefix_tokens: leading tokens that were loaded as they are.
-        reused_tokens: tokens of documents that were loaded and moved, the selected ones among them.
-        computed_tokens: tokens without KV, the question among them.
+        prefix_tokens: leading tokens loaded unchanged.
+        reused_tokens: tokens of documents loaded from the cache, including the selected ones.
+        computed_tokens: tokens without KV, including the question.
         selected_tokens: reused tokens that were recomputed.
-        row_layers: rows that went through a layer; a full prefill takes tokens * layers.
+        row_layers: computed rows, summed over layers; a full prefill takes tokens * layers.
     """
 
     logits: torch.Tensor
@@ -165,17 +165,17 @@ class BlendedPrefill:
 
 
 class BlendedModel(OverCache):
-    """A `CachedModel` whose prompts may contain documents that were computed elsewhere.
+    """A `CachedModel` for prompts with documents that were computed elsewhere.
 
-    Documents are stored as sequences of their own, in a namespace of their own: keys name tokens, and every
-    record's tokens are compared before it is used. A document's last tokens, fewer than a chunk, are computed
-    with the prompt, so `chunk_tokens` should be small (16 to 64).
+    Documents are stored as separate sequences in a separate namespace. Keys are hashes of tokens, and every
+    record's tokens are compared before it is used. The last tokens of a document, fewer than a chunk, are
+    computed with the prompt, so `chunk_tokens` should be small (16 to 64).
 
     Args:
-        cached: of the model, with a cache.
-        selection: how tokens to recompute are chosen.
-        unchecked: blend although `kvkit doctor --blend` has not measured this model.
-        auxiliary: for methods that need one: an `AuxiliaryModel`, say.
+        cached: the model with its cache.
+        selection: how to choose the tokens to recompute.
+        unchecked: blend even if `kvkit doctor --blend` has not measured this model.
+        auxiliary: reader for methods that need one, such as an `AuxiliaryModel`.
 
     Raises:
         BlendError: the model cannot be blended, there is no cache, the model has not passed the check, or
@@ -213,7 +213,7 @@ class BlendedModel(OverCache):
         unchecked: bool = False,
         auxiliary: Reader | None = None,
     ) -> BlendedModel:
-        """`model` with the tiers of `config`; errors: those of `CachedModel.open` and the constructor."""
+        """Open `model` with the tiers of `config`; raises as `CachedModel.open` and the constructor do."""
         cached = CachedModel.open(model, config)
         try:
             return BlendedModel(cached, selection, unchecked=unchecked, auxiliary=auxiliary)
@@ -227,8 +227,8 @@ class BlendedModel(OverCache):
     ) -> Stored:
         """Compute a document's KV alone, int32 [T], and store its whole chunks.
 
-        With a `prefix` (a system prompt, say) the document is computed after it, where it ends.
-        It is then found only by a `prefill` with the same `prefix`. `policy`: what is wanted of the cache.
+        With a `prefix` (such as a system prompt), the document is computed right after it, and found only by
+        a `prefill` with the same `prefix`.
 
         Raises:
             BlendError: the document is empty.
@@ -253,17 +253,17 @@ class BlendedModel(OverCache):
         room: int = 0,
         policy: RequestPolicy = DEFAULT_REQUEST_POLICY,
     ) -> BlendedPrefill:
-        """Load what is exact, load and move what is known elsewhere, compute the rest. Stores nothing.
+        """Load the exact prefix, load and move documents, and compute the rest. Stores nothing.
 
         Args:
             tokens: int32 [T], the prompt.
-            documents: (start, stop) of every stretch to look up, ascending and apart. None: the pieces into
-                which `kvkit.blend.plan.split` cuts the prompt; documents must then have been precomputed in
-                its pieces.
-            prefix: what the documents were precomputed after.
-            room: so many tokens more fit before the KV has to be moved to larger memory.
-            policy: what is wanted of the cache, of the prefix and each document; `max_load_tokens` is for
-                each.
+            documents: (start, stop) of every document to look up, ascending and disjoint. None: the pieces
+                that `kvkit.blend.plan.split` cuts the prompt into; documents must then have been precomputed
+                in such pieces.
+            prefix: tokens after which the documents were precomputed.
+            room: further tokens that fit before the KV must be copied to larger memory.
+            policy: request policy of the lookups; `max_load_tokens` limits the prompt's prefix and each
+                document separately.
 
         Raises:
             BlendError: the prompt is empty, or documents lie outside it, overlap or are out of order.
@@ -274,7 +274,7 @@ class BlendedModel(OverCache):
             raise BlendError("tokens: the prompt is empty")
         if documents is None:
             documents = list(itertools.pairwise(split(ids).tolist()))
-        plan_blend(len(ids), 0, [Span(*document) for document in documents])  # checked before anything moves
+        plan_blend(len(ids), 0, [Span(*document) for document in documents])  # checked before any load
         kv = GrowingCache(self.cached.layout, len(ids) + room, self.cached.device)
         exact = kv.load(self.cache, ids[:-1], policy=policy).tokens
         spans = [self._load(ids, Span(*document), exact, before, kv, policy) for document in documents]
@@ -296,7 +296,7 @@ class BlendedModel(OverCache):
 
     @torch.inference_mode()
     def decode(self, prefill: BlendedPrefill, max_new_tokens: int, stop: Collection[int] = ()) -> list[int]:
-        """Greedy new token ids, until one of `stop` (included). Mutates the prefill's KV; stores nothing.
+        """Decode greedily until a token of `stop`, included. Mutates the prefill's KV; stores nothing.
 
         Raises:
             BlendError: `max_new_tokens` is below 1.
@@ -314,7 +314,7 @@ class BlendedModel(OverCache):
         kv: GrowingCache,
         policy: RequestPolicy,
     ) -> Span:
-        """Load a document's KV to its place after the exact prefix, moved; what was found of it."""
+        """Load a document's KV after the exact prefix, rotated to its place; return the span found."""
         first, start, stop = len(before), document.start, document.stop
         wanted = np.concatenate([before, ids[start:stop]])
         if stop <= exact:
@@ -336,10 +336,10 @@ class BlendedModel(OverCache):
 
 
 def document_namespace(namespace: Namespace) -> Namespace:
-    """Where documents computed alone are kept: apart from `namespace`, whose KV is always exact."""
+    """Return the namespace of documents, separate from `namespace`, which holds exact KV only."""
     return replace(namespace, revision=f"{namespace.revision}+documents")
 
 
 def paged(kv: GrowingCache) -> PagedKV:
-    """The cache as pages: one block that is the whole room, a slot is a position."""
+    """Return the cache as pages: the whole room is one block, and a slot is a position."""
     return PagedKV([(layer.room_k, layer.room_v) for layer in kv.layers], np.zeros(1, np.int64))

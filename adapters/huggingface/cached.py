@@ -30,12 +30,12 @@ from kvkit.moving.precision import check
 
 @dataclass(frozen=True, slots=True)
 class Prefill:
-    """A prompt whose KV is complete.
+    """A prompt with complete KV.
 
     Attributes:
-        logits: of the last token, [V].
+        logits: logits of the last token, [V].
         kv: the model's cache (`past_key_values`), with room for more tokens.
-        hit_tokens: tokens that were loaded, by tier.
+        hit_tokens: loaded tokens by tier.
         computed_tokens: tokens that the model computed.
     """
 
@@ -47,14 +47,14 @@ class Prefill:
 
 @dataclass(frozen=True, slots=True)
 class Generation:
-    """What `generate` made of a prompt.
+    """The result of `generate`.
 
     Attributes:
         tokens: the new token ids, an end token included.
         prompt_tokens: length of the prompt.
-        hit_tokens, computed_tokens: of the prompt, as in `Prefill`.
+        hit_tokens, computed_tokens: as in `Prefill`.
         ttft_s: seconds from the call to the first new token.
-        stored: what was stored after it; None without a cache.
+        stored: result of the store; None without a cache.
     """
 
     tokens: list[int]
@@ -66,12 +66,12 @@ class Generation:
 
 
 class OverCache:
-    """A model over a cache, which it closes at the end of a `with`."""
+    """A model over a cache; a context manager that closes the cache."""
 
     cache: Cache | None
 
     def flush(self) -> None:
-        """Wait until what was stored is in the tiers (`Cache.flush`)."""
+        """Wait until pending stores are in the tiers (`Cache.flush`)."""
         if self.cache is not None:
             self.cache.flush()
 
@@ -88,15 +88,14 @@ class OverCache:
 
 
 class CachedModel(OverCache):
-    """A decoder-only model that prefills from, and stores to, a kvkit cache. One sequence at a time.
+    """A decoder-only model that prefills from a kvkit cache and stores to it. One sequence at a time.
 
-    A `policy` is what a request wants of the cache. Where it names a tier that does not exist, PolicyError is
-    raised.
+    Methods with a `policy`, the request policy, raise PolicyError if it names a tier that does not exist.
 
     Args:
         model: a Hugging Face causal language model, in eval mode.
-        layout: of its KV, see `probe_layout`.
-        cache: of that layout; None computes everything, for comparison.
+        layout: layout of the model's KV, see `probe_layout`.
+        cache: cache of that layout; None computes everything, for comparison.
     """
 
     def __init__(self, model: Any, layout: KVLayout, cache: Cache | None) -> None:
@@ -107,15 +106,15 @@ class CachedModel(OverCache):
 
     @staticmethod
     def open(model: Any, config: Config) -> CachedModel:
-        """`model` with the tiers of `config`.
+        """Open `model` with the tiers of `config`.
 
-        The namespace holds the model's name, its dtype and a fingerprint of its weights and config: other
-        weights under the same name share nothing. Change none of them while the cache is open.
+        The namespace contains the model's name, its dtype and a fingerprint of its weights and config, so
+        other weights under the same name share no KV. Change none of these while the cache is open.
 
         Raises:
-            ConfigError: a setting is impossible for this model, or its KV was not found fit for `precision`.
-                Its weights cannot be seen, see `model_fingerprint`.
-            LayoutError: its KV cannot be cached, see `probe_layout`, or fits no other prompt (`check_fit`).
+            ConfigError: a setting is impossible for this model, its KV was not found fit for `precision`, or
+                its weights cannot be read (`model_fingerprint`).
+            LayoutError: its KV cannot be cached (`probe_layout`) or does not fit other prompts (`check_fit`).
         """
         weights, layout = model_fingerprint(model), probe_layout(model, config.chunk_tokens)
         check_fit(model, layout)
@@ -128,12 +127,15 @@ class CachedModel(OverCache):
 
     @torch.no_grad()
     def prefill(self, tokens: Any, room: int = 0, policy: RequestPolicy = DEFAULT_REQUEST_POLICY) -> Prefill:
-        """Compute or load the KV of a prompt, int32 [T]; the last token is always computed, for its logits.
+        """Load or compute the KV of a prompt; the last token is always computed, for its logits.
 
-        transformers' `generate` goes on from it, as from any `past_key_values`: it wants a token to begin
-        with, so leave out the last one here.
+        transformers' `generate` continues from the result's `kv`, as from any `past_key_values`. It needs a
+        token to begin with, so leave out the last one here.
 
-        `room` tokens more than the prompt fit before the KV has to be moved to larger memory.
+        Args:
+            tokens: int32 [T], the prompt.
+            room: further tokens that fit before the KV must be copied to larger memory.
+            policy: request policy of the lookup.
 
         Raises:
             ValueError: the prompt is empty.
@@ -155,9 +157,9 @@ class CachedModel(OverCache):
         stop: Collection[int] | None = None,
         policy: RequestPolicy = DEFAULT_REQUEST_POLICY,
     ) -> Generation:
-        """Prefill, decode greedily until a token of `stop` (default: the model's end tokens), store.
+        """Prefill, decode greedily until a token of `stop` (default: the model's end tokens), and store.
 
-        Returns when the KV is on its way to the tiers; `flush` waits until it is there.
+        Returns while stores are pending; `flush` waits until the KV is in the tiers.
 
         Raises:
             ValueError: the prompt is empty, or `max_new_tokens` is below 1.
@@ -188,7 +190,7 @@ class CachedModel(OverCache):
     ) -> Stored | None:
         """Store the whole chunks of the first `kv.exact` of `tokens`; None without a cache.
 
-        Where layers have states, what of them was kept at the ends of chunks: in `prefill` and `generate`.
+        Of states, it stores the snapshots that `prefill` and `generate` kept at the ends of chunks.
         """
         if self.cache is None:
             return None
@@ -196,6 +198,9 @@ class CachedModel(OverCache):
 
 
 def _name(model: Any) -> str:
-    """That of the hub, or the last part of a folder's, so that machines which have it elsewhere share."""
+    """Return the model's name on the hub, or the last part of its folder's path.
+
+    Machines that keep the model in different places then share its KV.
+    """
     name = str(getattr(model.config, "_name_or_path", "") or type(model).__name__)
     return Path(name).resolve().name if Path(name).is_dir() else name

@@ -1,4 +1,4 @@
-"""What a Hugging Face config says of a model's KV."""
+"""Entries of a Hugging Face config that affect a model's KV."""
 
 from __future__ import annotations
 
@@ -6,16 +6,16 @@ import json
 from typing import Any
 
 NOT_KV = ("_name_or_path", "_commit_hash", "transformers_version", "dtype", "torch_dtype")
-"""Entries that say nothing about KV, or are in the namespace already."""
+"""Entries that do not affect KV, or are in the namespace already."""
 
 
 def described(config: Any) -> dict[str, Any]:
-    """The entries that may decide KV, with what was overridden (RoPE scaling, windows)."""
+    """Return the entries that may affect KV, overrides included (RoPE scaling, windows)."""
     return {name: value for name, value in config.to_dict().items() if name not in NOT_KV}
 
 
 def stable_json(value: Any) -> bytes:
-    """JSON with sorted keys, of any type and of mixed ones; what JSON has no form for is its `str`."""
+    """Return JSON with sorted keys, of any or mixed types; values without a JSON form become their `str`."""
     return json.dumps(_sorted(value), default=str).encode()
 
 

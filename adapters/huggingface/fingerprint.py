@@ -1,4 +1,4 @@
-"""A fingerprint of all that decides a Hugging Face model's KV: its weights, however kept, and its config."""
+"""A fingerprint of everything that decides a Hugging Face model's KV: its weights and its config."""
 
 from __future__ import annotations
 
@@ -15,22 +15,22 @@ from kvkit.adapters.huggingface.configs import described, stable_json
 from kvkit.settings import ConfigError
 
 _PIECE = 1 << 24
-"""Elements of a tensor that are hashed at a time."""
+"""Elements of a tensor hashed at a time."""
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks")
 _BOOKKEEPING = ("_parameters", "_buffers", "_modules")
-"""Attributes of every module that `named_parameters` and the like tell."""
+"""Attributes of every module that `named_parameters` and similar methods cover."""
 
 
 def model_fingerprint(model: Any) -> str:
-    """32 hex digits of all that decides a model's KV: every byte of its weights and buffers, its config.
+    """Return 32 hex digits that depend on every byte of a model's weights and buffers, and on its config.
 
-    Counted are parameters, buffers, what modules add to `state_dict()` (packed weights of quantised ones),
-    and tensors among their attributes. It is made at the speed of memory; what is on a GPU comes over in
-    pieces. XXH3 tells changes apart, but not what an attacker built to be alike.
+    Weights are parameters, buffers, entries that modules add to `state_dict()` (packed weights of quantised
+    modules), and tensors in attributes of modules. Hashing runs at memory speed; tensors on a GPU are copied
+    to the host in pieces. XXH3 detects changes, but not collisions that an attacker constructed.
 
     Raises:
-        ConfigError: something that decides its KV cannot be seen: adapters of PEFT, forward hooks, weights
-            that are elsewhere (offloaded) or of a kind whose bytes are nowhere.
+        ConfigError: something that decides the KV cannot be read: PEFT adapters, forward hooks, offloaded
+            weights, or weights of a kind that does not expose its bytes.
     """
     for name, module in model.named_modules():
         _check_module(name or "model", module)
@@ -45,20 +45,20 @@ def _check_module(name: str, module: torch.nn.Module) -> None:
     kind = type(module).__name__
     if any(base.__module__.partition(".")[0] == "peft" for base in type(module).__mro__):
         raise ConfigError(
-            f"model: {name} is a {kind} of PEFT: which adapters are active, and how much, shows in no "
-            "parameter; want them merged (merge_and_unload), or unloaded"
+            f"model: {name} is a {kind} of PEFT: no parameter shows which adapters are active, and at "
+            "which scale; want them merged (merge_and_unload), or unloaded"
         )
     hooks = [hook for kept in _HOOKS for hook in getattr(module, kept).values()]
     if hooks:
         called = getattr(hooks[0], "__qualname__", type(hooks[0]).__name__)
         raise ConfigError(
-            f"model: {name} has a forward hook ({called}): what it changes shows in no parameter; want it "
+            f"model: {name} has a forward hook ({called}): no parameter shows what it changes; want it "
             "removed, or no cache"
         )
 
 
 def _held(model: torch.nn.Module) -> Iterator[tuple[str, Any]]:
-    """Names and values of all that weights are kept in, each once."""
+    """Yield the name and value of everything that holds weights, parameters and buffers first."""
     tensors = {**dict(model.named_parameters()), **dict(model.named_buffers())}
     yield from tensors.items()
     seen = {id(tensor) for tensor in tensors.values()}
@@ -80,10 +80,10 @@ def _has_weights(value: Any) -> bool:
 
 
 def _told(name: str, value: Any) -> list[Any]:
-    """Tell a value from others, by what JSON can hold.
+    """Return a JSON-compatible description that differs between different values.
 
     Raises:
-        ConfigError: its bytes cannot be seen.
+        ConfigError: the value's bytes cannot be read.
     """
     if isinstance(value, torch.Tensor):
         return _told_tensor(name, value)
@@ -106,11 +106,11 @@ def _told(name: str, value: Any) -> list[Any]:
 
 
 def _told_tensor(name: str, tensor: torch.Tensor) -> list[Any]:
-    """Tell a tensor by its bytes; one that is made of others by theirs, and by how they are put together."""
+    """Describe a tensor by a hash of its bytes; a composite one by its parts and their combination."""
     if tensor.is_meta:
         raise ConfigError(
             f"model: {name} is offloaded (on the device 'meta'): its weights cannot be seen; want a model "
-            "that is in memory as a whole"
+            "that is in memory completely"
         )
     kind = [list(tensor.shape), str(tensor.dtype)]
     if hasattr(tensor, "__tensor_flatten__"):

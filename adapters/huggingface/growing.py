@@ -18,13 +18,13 @@ from kvkit.kernels.pages.api import Pages
 from kvkit.moving.policy import DEFAULT_REQUEST_POLICY, RequestPolicy
 
 ROUND_TOKENS = 256
-"""Room for KV is made in steps of this many tokens."""
+"""Room for KV is a multiple of this many tokens."""
 
 
 class GrowingLayer(DynamicLayer):  # type: ignore[misc]  # transformers is untyped
-    """K and V of one layer, [B, H, room, D], written in place: what the engine's pages are elsewhere.
+    """K and V of one layer, [B, H, room, D], written in place like an engine's pages.
 
-    A sliding window is left to the attention mask: every token's KV is kept, so that it can be stored.
+    The attention mask applies a sliding window; every token's KV is kept, so that it can be stored.
 
     Args:
         k, v: room for K and V, [1, H, room, D].
@@ -44,7 +44,7 @@ class GrowingLayer(DynamicLayer):  # type: ignore[misc]  # transformers is untyp
 
     @keys.setter
     def keys(self, held: torch.Tensor | None) -> None:
-        """Take None, with which transformers' own layer begins. Raises `AttributeError` for all else."""
+        """Accept None, which transformers' constructor assigns. Raises `AttributeError` for anything else."""
         _refuse("keys", held)
 
     @property
@@ -54,15 +54,15 @@ class GrowingLayer(DynamicLayer):  # type: ignore[misc]  # transformers is untyp
 
     @values.setter
     def values(self, held: torch.Tensor | None) -> None:
-        """Take None, as `keys` does."""
+        """Accept None, like `keys`."""
         _refuse("values", held)
 
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Append [B, H, n, D]; returns views of all of K and V. Mutates the layer.
+        """Append KV, [B, H, n, D]; return views of all K and V. Mutates the layer.
 
-        Where there was one sequence and now are several, as of beams, each goes on from it.
+        If the batch is a multiple of the layer's, as with beams, the layer's sequences are repeated first.
         """
         if len(key_states) != len(self.room_k):
             self.batch_repeat_interleave(len(key_states) // len(self.room_k))
@@ -77,11 +77,11 @@ class GrowingLayer(DynamicLayer):  # type: ignore[misc]  # transformers is untyp
         return self.length
 
     def reset(self) -> None:
-        """Hold no token. Mutates the layer."""
+        """Drop all tokens. Mutates the layer."""
         self.length = 0
 
     def crop(self, tokens_to_remove: int) -> None:
-        """Drop the last -`tokens_to_remove` tokens; a positive number is how many stay. Mutates the layer."""
+        """Drop the last `-tokens_to_remove` tokens; if positive, keep that many. Mutates the layer."""
         left = tokens_to_remove if tokens_to_remove > 0 else self.length + tokens_to_remove
         self.length = max(0, min(self.length, left))
 
@@ -90,21 +90,21 @@ class GrowingLayer(DynamicLayer):  # type: ignore[misc]  # transformers is untyp
         self.batch_select_indices(beam_idx.to(self.room_k.device))
 
     def batch_select_indices(self, indices: torch.Tensor) -> None:
-        """As `reorder_cache`, of another number of sequences. Mutates the layer."""
+        """Keep the sequences of these indices, in any number. Mutates the layer."""
         self.room_k, self.room_v = self.room_k[indices], self.room_v[indices]
 
     def batch_repeat_interleave(self, repeats: int) -> None:
-        """Repeat each sequence so many times. Mutates the layer."""
+        """Repeat each sequence `repeats` times. Mutates the layer."""
         self.room_k = self.room_k.repeat_interleave(repeats, dim=0)
         self.room_v = self.room_v.repeat_interleave(repeats, dim=0)
 
 
 class GrowingStateLayer(LinearAttentionLayer, GrowingLayer):  # type: ignore[misc]  # transformers is untyped
-    """A layer with K and V, written in place, and a state beside them.
+    """A layer with K and V, written in place, and states.
 
     Args:
         k, v: room for K and V, [1, H, room, D].
-        number_of_states: of each kind.
+        number_of_states: number of states of each kind.
     """
 
     def __init__(self, k: torch.Tensor, v: torch.Tensor, number_of_states: int) -> None:
@@ -113,7 +113,7 @@ class GrowingStateLayer(LinearAttentionLayer, GrowingLayer):  # type: ignore[mis
         self.dtype, self.device = k.dtype, k.device
 
     def reset(self) -> None:
-        """Hold no token. Mutates the layer."""
+        """Drop all tokens and states. Mutates the layer."""
         LinearAttentionLayer.reset(self)
         GrowingLayer.reset(self)
 
@@ -124,17 +124,17 @@ class GrowingStateLayer(LinearAttentionLayer, GrowingLayer):  # type: ignore[mis
 
 
 class GrowingCache(transformers.Cache):  # type: ignore[misc]  # transformers is untyped
-    """`past_key_values` whose layers kvkit reads and writes in place.
+    """`past_key_values` with layers that kvkit reads and writes in place.
 
-    transformers' `generate` goes on from it. With an assistant or `prompt_lookup_num_tokens` it computes the
-    whole prompt in any case, and appends that to whatever cache it was given (5.19): give it an empty one
-    then (`reset`). kvkit moves KV of one sequence.
+    transformers' `generate` continues from it. With an assistant or `prompt_lookup_num_tokens`, `generate`
+    (5.19) always computes the whole prompt and appends it to the cache: pass an empty one then (`reset`).
+    kvkit moves KV of one sequence.
 
-    Where layers have states, these are kept at the ends of some chunks: a later prompt goes on from the last
-    of them that it shares. Tokens cannot be dropped from states (`crop` raises `ValueError`).
+    States of layers are kept at the ends of some chunks: a later prompt continues from the last of these that
+    it shares. Tokens cannot be dropped from states (`crop` raises `ValueError`).
 
     Attributes:
-        approximate_from: the first token whose KV is approximate, and so is all behind it; None: none is.
+        approximate_from: first token with approximate KV, as all later ones have; None: all KV is exact.
     """
 
     def __init__(self, layout: KVLayout, room: int, device: torch.device) -> None:
@@ -155,51 +155,51 @@ class GrowingCache(transformers.Cache):  # type: ignore[misc]  # transformers is
 
     @property
     def length(self) -> int:
-        """Tokens whose KV is complete."""
+        """Number of tokens with complete KV."""
         return int(self._attention[0].length)
 
     def mark_filled(self, tokens: int) -> None:
-        """Say that K and V of the first `tokens` tokens were written from outside. Mutates every layer."""
+        """Mark K and V of the first `tokens` tokens as written from outside. Mutates every layer."""
         for layer in self._attention:
             layer.length = tokens
 
     def stops(self, tokens: int) -> list[int]:
-        """Say after how many of so many more tokens, ascending, a step has to end, the last one included.
+        """Return where steps must end to compute `tokens` more tokens, as ascending counts up to `tokens`.
 
-        Where layers have states that is the end of the last chunk that lies before the last token, so that
-        the same prompt goes on from there.
+        With states, a step also ends with the last chunk before the last token: the same prompt can then
+        continue from there.
         """
         chunk = self._snapshots.chunk_tokens
         last = (self.length + tokens - 1) // chunk * chunk - self.length if chunk else 0
         return [last, tokens] if 0 < last < tokens else [tokens]
 
     def keep_states(self) -> None:
-        """Keep the states of now, if there are any and a chunk ends here. Mutates the snapshots."""
+        """Keep the current states, if there are any and a chunk ends here. Mutates the snapshots."""
         chunk = self._snapshots.chunk_tokens
         if chunk and self.length and not self.length % chunk:
             self._snapshots.keep(self.length // chunk)
 
     def reset(self) -> None:
-        """Hold no token. Mutates every layer."""
+        """Drop all tokens and snapshots. Mutates every layer."""
         super().reset()
         self._snapshots.forget()
 
     def crop(self, tokens_to_remove: int) -> None:
-        """Drop the last -`tokens_to_remove` tokens; a positive number is how many stay. Mutates every layer.
+        """Drop the last `-tokens_to_remove` tokens; if positive, keep that many. Mutates every layer.
 
         Raises:
             ValueError: layers have states.
         """
         if self._snapshots.chunk_tokens:
             raise ValueError(
-                f"crop({tokens_to_remove}): layers have states, from which no token can be dropped; want a "
+                f"crop({tokens_to_remove}): layers have states, from which tokens cannot be dropped; want a "
                 "prefill of fewer tokens"
             )
         super().crop(tokens_to_remove)
 
     @property
     def exact(self) -> int:
-        """Tokens whose KV is complete and may be stored: none that is approximate."""
+        """Number of leading tokens with complete and exact KV, which may be stored."""
         return self.length if self.approximate_from is None else min(self.length, self.approximate_from)
 
     def load(
@@ -209,7 +209,7 @@ class GrowingCache(transformers.Cache):  # type: ignore[misc]  # transformers is
         space: Namespace | None = None,
         policy: RequestPolicy = DEFAULT_REQUEST_POLICY,
     ) -> Loaded:
-        """Fill in what is cached of `tokens`, int32 [T], from the first on. Mutates every layer."""
+        """Load the cached KV of the leading `tokens`, int32 [T]. Mutates every layer."""
         hit = cache.lookup(tokens, space, policy=policy)
         chunks = hit.tokens // hit.chunks.chunk_tokens
         self._snapshots.forget()
@@ -224,9 +224,9 @@ class GrowingCache(transformers.Cache):  # type: ignore[misc]  # transformers is
         return loaded
 
     def places(self, tokens: int) -> list[SequencePages]:
-        """Describe where the first `tokens` tokens lie: the whole room is one block, a slot is a position.
+        """Return the places of the first `tokens` tokens: the room is one block, a slot is a position.
 
-        Of states, those that were kept at the ends of chunks.
+        States have places where they were kept, at the ends of chunks.
         """
         slots = np.arange(tokens, dtype=np.int64)
         kv = [
@@ -241,12 +241,12 @@ class GrowingCache(transformers.Cache):  # type: ignore[misc]  # transformers is
 
 
 def rounded(tokens: int) -> int:
-    """Room for so many tokens."""
+    """Round a number of tokens up to a multiple of `ROUND_TOKENS`."""
     return -(-tokens // ROUND_TOKENS) * ROUND_TOKENS
 
 
 def _layer(kv: tuple[torch.Tensor, torch.Tensor] | None, states: Sequence[StateTensor]) -> Any:
-    """Make a layer that keeps K and V, states, both, or nothing (layers of experts alone)."""
+    """Make a layer that keeps K and V, states, both, or nothing (layers of experts only)."""
     number = 1 + max((tensor.index for tensor in states), default=0)
     if kv is None:
         return LinearAttentionLayer(number_of_states=number)

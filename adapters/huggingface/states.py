@@ -1,7 +1,7 @@
-"""States of layers without K and V (linear attention, Mamba, short convolutions), and snapshots of them.
+"""States of layers without K and V (linear attention, Mamba, short convolutions), and snapshots.
 
-A snapshot holds the states after the last token of a chunk, as uint8 pages: all that a layer keeps in
-transformers' cache, one tensor after the other.
+A snapshot holds the states after the last token of a chunk, as uint8 pages: all tensors that a layer keeps in
+transformers' cache, one after another.
 """
 
 from __future__ import annotations
@@ -21,18 +21,18 @@ from kvkit.format.layout import KVLayout, LayerGroup
 from kvkit.kernels.pages.api import Pages
 
 FIRST_LAYER = 1 << 15
-"""Index in a layout of the states of layer 0: a layer may have K and V, too, which have its own index."""
+"""Layout index of the states of layer 0; K and V of a layer have the layer's own index."""
 
 
 @dataclass(frozen=True, slots=True)
 class StateTensor:
-    """One of the tensors that a layer keeps.
+    """A tensor of state that a layer keeps.
 
     Attributes:
-        kind: "conv" or "recurrent", as transformers has them.
-        index: which of the layer's of this kind.
-        dtype: by torch's name.
-        shape: of one sequence, without the batch.
+        kind: "conv" or "recurrent", as transformers names them.
+        index: index among the layer's tensors of this kind.
+        dtype: torch's name of the dtype.
+        shape: shape for one sequence, without the batch.
     """
 
     kind: str
@@ -57,7 +57,7 @@ def tensors_of(layer: Any) -> tuple[StateTensor, ...]:
 
 
 def with_states(layout: KVLayout, layers: Mapping[int, Sequence[StateTensor]], chunk_tokens: int) -> KVLayout:
-    """Add the states of `layers` to a layout of K and V, in records of no more bytes than those have.
+    """Add the states of `layers` to a layout of K and V, in records no larger than those of K and V.
 
     Raises:
         LayoutError: `layout` does not divide into chunks of `chunk_tokens`.
@@ -81,7 +81,7 @@ def with_states(layout: KVLayout, layers: Mapping[int, Sequence[StateTensor]], c
 
 
 def states_of(layout: KVLayout) -> dict[int, tuple[StateTensor, ...]]:
-    """Read from a layout that `with_states` made which states each layer keeps."""
+    """Return the tensors of state of each layer, from a layout made by `with_states`."""
     found = {}
     for group in layout.groups[layout.token_groups :]:
         told = json.loads((group.state or "").partition(":")[2])
@@ -91,13 +91,13 @@ def states_of(layout: KVLayout) -> dict[int, tuple[StateTensor, ...]]:
 
 
 class Snapshots:
-    """States of one sequence at the ends of chunks, in pages for all groups of states of a layout.
+    """States of one sequence at the ends of chunks, in pages for each group of states of a layout.
 
     Args:
-        layers: of transformers' cache.
+        layers: layers of transformers' cache.
 
     Attributes:
-        chunk_tokens: tokens of a chunk; 0 where a layout has no states.
+        chunk_tokens: tokens of a chunk; 0 if the layout has no states.
     """
 
     def __init__(self, layout: KVLayout, layers: Sequence[Any], device: torch.device) -> None:
@@ -105,12 +105,12 @@ class Snapshots:
         self._states = states_of(layout)
         self._layers = layers
         self._device = device
-        self._slots: dict[int, int] = {}  # by chunks that come before
+        self._slots: dict[int, int] = {}  # by number of chunks up to the snapshot
         self._pools = self._new_pools(1)
         self.chunk_tokens = self._groups[0].block_tokens if self._groups else 0
 
     def keep(self, chunks: int) -> None:
-        """Copy what the layers hold, which is the states after so many chunks. Mutates the pages."""
+        """Copy the layers' states, which are those after `chunks` chunks. Mutates the pages."""
         slot = self._slot(chunks)
         for layer, held in self._pages(slot):
             for tensor, part in self._parts(layer, held):
@@ -118,7 +118,7 @@ class Snapshots:
                 part.copy_(value.contiguous().view(-1).view(torch.uint8))
 
     def restore(self, chunks: int) -> None:
-        """Restore the states after so many chunks to the layers. Mutates the layers."""
+        """Restore the states after `chunks` chunks to the layers. Mutates the layers."""
         for layer, held in self._pages(self._slots[chunks]):
             into = self._layers[layer]
             for tensor, part in self._parts(layer, held):
@@ -134,16 +134,16 @@ class Snapshots:
                     into.dtype, into.device = dtype, self._device
 
     def make_room(self, chunks: int) -> None:
-        """Make a page for the states after so many chunks, which a load fills. Mutates the snapshots."""
+        """Make pages for the states after `chunks` chunks, to be loaded. Mutates the snapshots."""
         if self._groups and chunks:
             self._slot(chunks)
 
     def forget(self) -> None:
-        """Hold no snapshot. Mutates the snapshots."""
+        """Drop all snapshots. Mutates the snapshots."""
         self._slots.clear()
 
     def pages(self, chunks: int) -> list[SequencePages]:
-        """Say where those at the ends of the first chunks lie, for each group of states."""
+        """Return the places of the snapshots in the first `chunks` chunks, for each group of states."""
         blocks = np.full(chunks, -1, np.int64)
         for place, slot in self._slots.items():
             if place <= chunks:
@@ -166,13 +166,13 @@ class Snapshots:
         return [group.pages(slots, device=str(self._device)) for group in self._groups]
 
     def _pages(self, slot: int) -> Iterator[tuple[int, torch.Tensor]]:
-        """Give each layer with states, and its page of this slot, uint8 [bytes]."""
+        """Yield each layer with states, and its page at `slot`, uint8 [bytes]."""
         for group, pool in zip(self._groups, self._pools, strict=True):
             for layer, pages in zip(group.layers, pool, strict=True):
                 yield layer - FIRST_LAYER, pages[slot, 0, 0]
 
     def _parts(self, layer: int, page: torch.Tensor) -> Iterator[tuple[StateTensor, torch.Tensor]]:
-        """Give each tensor of a layer, and its part of a page."""
+        """Yield each tensor of a layer, and its part of a page."""
         start = 0
         for tensor in self._states[layer]:
             yield tensor, page[start : start + tensor.nbytes]

@@ -14,14 +14,14 @@ from kvkit.adapters.huggingface.growing import GrowingCache
 
 
 def forward(model: Any, ids: TokenIds, kv: Any) -> torch.Tensor:
-    """Logits [V] of the last of token ids after those in `kv`, int32 [T]; their KV is appended."""
+    """Compute token ids, int32 [T], after those in `kv`; return the last logits [V]. Mutates `kv`."""
     out = model(input_ids=batch_of(model, ids), past_key_values=kv, use_cache=True, logits_to_keep=1)
     logits: torch.Tensor = out.logits[0, -1]
     return logits
 
 
 def extend(model: Any, ids: TokenIds, kv: GrowingCache) -> torch.Tensor:
-    """Compute as `forward` does, in steps that end where a model's states are kept. Mutates `kv`."""
+    """Compute like `forward`, in steps that end where a model's states are kept. Mutates `kv`."""
     for start, stop in itertools.pairwise([0, *kv.stops(len(ids))]):
         logits = forward(model, ids[start:stop], kv)
         kv.keep_states()
@@ -31,7 +31,7 @@ def extend(model: Any, ids: TokenIds, kv: GrowingCache) -> torch.Tensor:
 def decode(
     model: Any, logits: torch.Tensor, kv: GrowingCache, max_new_tokens: int, stop: Collection[int]
 ) -> Iterator[int]:
-    """Greedy new token ids from the `logits` [V] of a prompt on, to one of `stop`, included. Mutates `kv`."""
+    """Yield greedy token ids after a prompt's `logits` [V], until one of `stop`. Mutates `kv`."""
     for count in range(1, max_new_tokens + 1):
         token = int(logits.argmax())
         yield token
@@ -41,5 +41,5 @@ def decode(
 
 
 def batch_of(model: Any, ids: TokenIds) -> torch.Tensor:
-    """Token ids as a model takes them, int64 [1, T] on its device."""
+    """Return token ids as a model expects them, int64 [1, T] on its device."""
     return torch.from_numpy(ids.astype(np.int64))[None].to(next(model.parameters()).device)

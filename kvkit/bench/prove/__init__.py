@@ -1,1 +1,1 @@
-"""`kvkit prove`: whether what a KV connector restores is what the engine would have computed."""
+"""`kvkit prove`: a check that a KV connector restores what the engine would have computed."""

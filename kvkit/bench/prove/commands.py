@@ -19,11 +19,11 @@ def prove(
     ),
     html_path: Annotated[Path, typer.Option("--html", help="where to write the page")] = Path("prove.html"),
 ) -> None:
-    """Say whether what a KV connector of vLLM restores is what the engine would have computed.
+    """Prove that a KV connector of vLLM restores what the engine would have computed.
 
-    By scenario, answers and pages are compared with those of an engine without it, and something must have
-    been loaded. Exit status 0: all is proven; 1: something differs; 2: something is not proven, or cannot be
-    run.
+    Each scenario compares answers and pages with those of an engine without the connector, and checks that
+    KV was loaded. Exit status 0: everything that ran is proven; 1: something differs; 2: something is not
+    proven, the engine was gone, or nothing could run.
     """
     import resource
     import time
@@ -70,7 +70,7 @@ def prove(
         say(words)
         for one in verdicts:
             if one.outcome in ("differs", "not proven"):
-                say(f"again: {command_of(options, proof.seed, one.scenario)}")
+                say(f"to repeat: {command_of(options, proof.seed, one.scenario)}")
         named = versions()
         figures = facts | {"packages": named, "verdicts": [asdict(one) for one in verdicts]}
         write_figures(json_path, **figures)

@@ -1,4 +1,4 @@
-"""The engines that `kvkit prove` asks: vLLM's servers, started here or already running."""
+"""Engines of `kvkit prove`: vLLM servers, started here or already running."""
 
 from __future__ import annotations
 
@@ -29,12 +29,12 @@ from kvkit.workers import Workers
 ADAPTER = "prove-adapter"
 PROBE = "kvkit.adapters.vllm.probe.PageProbe"
 _LIKELY = 5
-"""Of so many tokens a server tells the log-probability."""
+"""Number of likeliest tokens per position for which a server returns log-probabilities."""
 _LONG_TOKENS = 256
-"""Of an answer that is not awaited."""
+"""Requested length of an answer that is abandoned."""
 _TIMEOUT_S = 300.0
 _START_S = 20.0
-"""How long what is sent may take until it is seen to run."""
+"""Longest wait for sent requests to run, or for a cache reset to succeed, in seconds."""
 _PAUSE_S = 0.02
 _COUNTED = {
     "vllm:external_prefix_cache_hits_total": "loaded",
@@ -47,19 +47,19 @@ _FAILURES = (OSError, http.client.HTTPException, ValueError, LookupError, TypeEr
 
 @dataclass(frozen=True, slots=True)
 class EngineLaunch:
-    """How an engine is started."""
+    """Settings that start an engine."""
 
     model: str
-    options: tuple[str, ...]  # of vLLM's command line
-    folder: Path  # of its log
+    options: tuple[str, ...]  # vLLM's command-line options
+    folder: Path  # where the log is written
     environment: Mapping[str, str]
-    transfer: dict[str, Any] | None = None  # its kv_transfer_config
-    beside: bool = False  # whether others may start at the same time
+    transfer: dict[str, Any] | None = None  # kv_transfer_config
+    beside: bool = False  # whether other engines may start at the same time
 
 
 @dataclass(frozen=True, slots=True)
 class SentPrompt:
-    """A prompt as an engine gets it."""
+    """A prompt as sent to an engine."""
 
     tokens: tuple[int, ...]
     salt: str = ""
@@ -67,11 +67,11 @@ class SentPrompt:
 
 
 class ProvedEngine:
-    """An engine and what is done to it. A context manager that ends what it started.
+    """An engine of a proof. As a context manager, it ends the server it started.
 
     Args:
-        at: how to start it, or the URL of one that runs.
-        prefill: where prompts are computed that this one is handed; None: here.
+        at: how to start the engine, or the URL of a running one.
+        prefill: engine that computes the prompts and hands them off; None: this engine computes them.
     """
 
     def __init__(self, name: str, at: EngineLaunch | str, prefill: ProvedEngine | None = None) -> None:
@@ -80,12 +80,12 @@ class ProvedEngine:
         self._pid: int | None = None
         self._watched: Path | None = None
         self.target: Target | None = None
-        self.unseen = "nobody watches them"  # why pages are not compared; empty: they are
+        self.unseen = "no probe was started"  # why pages are not compared; empty: they are
         self.dtype = ""
 
     @property
     def is_own(self) -> bool:
-        """Whether it was started here, and may be ended."""
+        """True if the engine is started here, and so may be ended here."""
         return isinstance(self._at, EngineLaunch)
 
     @property
@@ -93,10 +93,10 @@ class ProvedEngine:
         return self._prefill is not None
 
     def open(self) -> Self:
-        """Start it, or find it.
+        """Start the engine, or connect to the running one.
 
         Raises:
-            BenchError: it does not start, or there is none.
+            BenchError: the engine does not start, or none runs at the URL.
         """
         if isinstance(self._at, str):
             self.target = connect(self.name, self._at)
@@ -124,17 +124,17 @@ class ProvedEngine:
         return connect(self.name, f"http://127.0.0.1:{port}", launch.model)
 
     def log(self) -> str:
-        """Read the last lines of its log; empty where it was not started here."""
+        """Read the last lines of the engine's log; empty if it was not started here."""
         return tail(self._at.folder / f"{self.name}.log") if isinstance(self._at, EngineLaunch) else ""
 
     def close(self) -> None:
-        """End it as its user would, if it was started here."""
+        """End the engine as a user would, if it was started here."""
         self._stack.close()
         if self._prefill is not None:
             self._prefill.close()
 
     def kill(self) -> None:
-        """kill -9, its children included."""
+        """Send SIGKILL to the engine and its children."""
         assert self._pid is not None
         with suppress(ProcessLookupError):
             os.killpg(self._pid, signal.SIGKILL)
@@ -149,7 +149,7 @@ class ProvedEngine:
         self.close()
 
     def watch(self, folder: Path) -> None:
-        """Have copies of pages written to a folder, as far as its workers can; `unseen` says why not."""
+        """Start the probe, which copies pages to `folder`. If that fails, `unseen` holds the reason."""
         folder.mkdir(exist_ok=True)
         self._watched = folder
         try:
@@ -159,23 +159,25 @@ class ProvedEngine:
             self.unseen = f"the engine has no probe ({str(error)[:80]})"
 
     def skipped(self) -> int | None:
-        """Tokens that requests had when they were scheduled, preempted ones too; None: it has no probe.
+        """Return the tokens that needed no computing when requests were scheduled; None without a probe.
+
+        Requests that were scheduled again after a preemption count, too.
 
         Raises:
-            BenchError: it does not tell.
+            BenchError: the engine does not report them.
         """
         if self.unseen:
             return None
         try:
             return int(self._post("/collective_rpc", {"method": "prove_skipped"})["results"][0][0])
         except _FAILURES as error:
-            raise BenchError(f"{self._target.url} does not tell what it skipped: {error!r}") from error
+            raise BenchError(f"{self._target.url} does not report skipped tokens: {error!r}") from error
 
     def counts(self) -> Counter[str]:
-        """vLLM's own counts so far: `loaded` tokens, `own` hits, `preempted` requests; and what is `running`.
+        """Read vLLM's counts: `loaded` tokens, `own` hits, `preempted` and `running` requests.
 
         Raises:
-            BenchError: it does not tell.
+            BenchError: the engine does not report them.
         """
         found = samples(self._target, [name.removesuffix("_total") for name in _COUNTED])
         counted: Counter[str] = Counter()
@@ -185,26 +187,26 @@ class ProvedEngine:
         return counted
 
     def capacity(self) -> int:
-        """Tokens that its blocks hold.
+        """Return the number of tokens that the engine's blocks hold.
 
         Raises:
-            BenchError: it does not tell.
+            BenchError: the engine does not report it.
         """
         for one in samples(self._target, ["vllm:cache_config_info", "vllm:cache_config"]):
             with suppress(LookupError, ValueError):
                 return int(one.labels["num_gpu_blocks"]) * int(one.labels["block_size"])
-        raise BenchError(f"{self._target.url} does not tell how many blocks it has")
+        raise BenchError(f"{self._target.url} does not report how many blocks it has")
 
     def forget(self) -> bool:
-        """Have it forget its own prefix cache; False where it cannot be told to."""
+        """Reset the engine's own prefix cache; return whether that succeeded."""
         return self._reset("reset_running_requests=false")
 
     def preempt(self) -> None:
-        """Have all requests that run give up their blocks, and come again."""
+        """Preempt all running requests; the engine schedules them again."""
         self._reset("reset_running_requests=true")
 
     def _reset(self, how: str) -> bool:
-        """Blocks that a connector still saves from are not free: ask until they are."""
+        """Reset the prefix cache; retry while blocks are not free, as those that a connector saves from."""
         deadline = time.monotonic() + _START_S
         while time.monotonic() < deadline:
             try:
@@ -216,7 +218,7 @@ class ProvedEngine:
         return False
 
     def ask(self, queries: Sequence[SentPrompt], then: Callable[[], None] | None = None) -> list[Reply]:
-        """The answers to prompts that come together; `then` is called when all have begun to be answered."""
+        """Send prompts together and return the answers; call `then` once all answers have begun."""
         begun = [Event() for _ in queries]
         workers = Workers(len(queries), "prove")
         answers = [
@@ -232,7 +234,10 @@ class ProvedEngine:
         return found
 
     def leave(self, queries: Sequence[SentPrompt], then: Callable[[], None]) -> bool:
-        """Call `then` while prompts are computed, await no answer; False: they were not seen to run."""
+        """Send prompts, call `then` while they are computed, and abandon the answers.
+
+        Returns: whether a request was seen running; `then` is called in any case.
+        """
         with ExitStack() as stack:
             for query in queries:
                 url = f"{self._target.url}/v1/completions"
@@ -276,7 +281,7 @@ class ProvedEngine:
         return Reply(tuple(tokens), tuple(logprobs), tuple(likely))
 
     def compute(self, query: SentPrompt) -> dict[str, Any]:
-        """Compute a prompt for another engine; returns what that one is to be asked with."""
+        """Compute a prompt for another engine; return the kv_transfer_params to send to that engine."""
         asked = {"do_remote_decode": True, "do_remote_prefill": False}
         body = self._body(query) | {"max_tokens": 1, "stream": False, "kv_transfer_params": asked}
         found: dict[str, Any] = self._post("/v1/completions", body)["kv_transfer_params"]
@@ -302,7 +307,7 @@ class ProvedEngine:
 
     @property
     def _target(self) -> Target:
-        assert self.target is not None, "it is not open"
+        assert self.target is not None, "the engine is not open"
         return self.target
 
     def _post(self, path: str, body: dict[str, Any]) -> Any:
@@ -312,9 +317,10 @@ class ProvedEngine:
 
 @contextmanager
 def opening(engines: Sequence[ProvedEngine], beside: bool) -> Iterator[list[Callable[[], ProvedEngine]]]:
-    """Of each engine what opens it; with `beside` all begin to start at once, and that awaits it.
+    """Yield a function for each engine that opens and returns it.
 
-    The context ends when none starts any more; it closes none.
+    With `beside`, all engines start at once, and each function waits for its engine. On exit, the context
+    waits until no engine is starting; it closes none.
     """
     workers = Workers(len(engines), "prove")
     begun = [workers.submit(engine.open) for engine in engines] if beside else []
@@ -330,7 +336,7 @@ def _ids(top: dict[str, float]) -> dict[int, float]:
 
 
 def with_adapter(launch: EngineLaunch, folder: Path) -> EngineLaunch:
-    """The same, with a LoRA adapter that requests may name."""
+    """Return `launch` with the LoRA adapter in `folder`, which requests select as `ADAPTER`."""
     rank = int(json.loads((folder / "adapter_config.json").read_text())["r"])
     allowed = next(size for size in (8, 16, 32, 64, 128, 256, 320, 512) if size >= rank)
     more = ("--enable-lora", "--max-loras", "1", "--max-lora-rank", str(allowed))

@@ -1,4 +1,4 @@
-"""The model that engines are given: a folder of links, of which a tensor can be changed; and an adapter."""
+"""The model of the engines: a folder of links with one changeable tensor, and a LoRA adapter."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ if TYPE_CHECKING:
     import torch
 
 _FACTOR = -0.5
-"""What the changed tensor is multiplied with."""
+"""Factor that changes the tensor."""
 _ADAPTER_SEED, _RANK, _SCALE = 0, 8, 0.05
 _CHANGED = ("v_proj.weight", "qkv_proj.weight", "c_attn.weight", "query_key_value.weight", "kv_b_proj.weight")
-"""Of a first layer, what V is computed with: one of these is changed."""
+"""Endings of names of tensors that compute V: the first such tensor is changed."""
 
 
 def linked(model: Path, folder: Path) -> Path:
-    """A folder with links to all files of a model."""
+    """Make and return `folder`, with links to all files of a model."""
     folder.mkdir()
     for file in model.iterdir():
         (folder / file.name).symlink_to(file.resolve())
@@ -27,10 +27,10 @@ def linked(model: Path, folder: Path) -> Path:
 
 
 class ChangedWeights:
-    """One tensor of a folder that `linked` made, as it was and changed.
+    """One tensor of a folder made by `linked`, to be changed and restored.
 
     Raises:
-        BenchError: it has no such tensor.
+        BenchError: no tensor in the folder computes V.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -46,7 +46,7 @@ class ChangedWeights:
         raise BenchError(f"{folder}: no tensor in *.safetensors ends with {', '.join(_CHANGED)}")
 
     def change(self) -> None:
-        """Have the folder hold the changed tensor."""
+        """Replace the tensor in the folder by the changed one."""
         from safetensors import safe_open
         from safetensors.torch import save_file
 
@@ -59,16 +59,16 @@ class ChangedWeights:
         save_file(tensors, self._file, told)
 
     def restore(self) -> None:
-        """Have it hold the tensor as it was."""
+        """Restore the original tensor."""
         self._file.unlink()
         self._file.symlink_to(self._before)
 
 
 def make_adapter(model: Path, folder: Path) -> Path:
-    """A LoRA adapter with random weights of every layer's K and V, for a model that is built like Llama.
+    """Make a LoRA adapter in `folder` with random weights for every layer's K and V.
 
     Raises:
-        BenchError: the model is not.
+        BenchError: the model has no k_proj and v_proj, as Llama-like models have.
     """
     import torch
     from safetensors import safe_open

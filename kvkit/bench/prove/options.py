@@ -11,24 +11,24 @@ import typer
 
 @dataclass(frozen=True, slots=True)
 class ProveOptions:
-    """What is proven."""
+    """Options of `kvkit prove`."""
 
     kv_transfer_config: Annotated[
-        str, typer.Option(help="kvkit, the name of a connector, vLLM's JSON, or a file with it")
+        str, typer.Option(help="kvkit, a connector's name, vLLM's JSON, or a file with that JSON")
     ] = "kvkit"
     model: Annotated[str | None, typer.Option(help="hub id, folder or gemma; default: SmolLM2-135M")] = None
-    url: Annotated[str | None, typer.Option(help="a server with the connector that runs")] = None
-    reference: Annotated[str | None, typer.Option(help="with --url: one without it that runs")] = None
+    url: Annotated[str | None, typer.Option(help="a running server with the connector")] = None
+    reference: Annotated[str | None, typer.Option(help="with --url: a running server without it")] = None
     prefill_config: Annotated[
         str | None,
-        typer.Option(help="as --kv-transfer-config, of an engine that computes prompts and hands them off"),
+        typer.Option(help="like --kv-transfer-config, for an engine that computes prompts to hand off"),
     ] = None
     scenarios: Annotated[str, typer.Option(help="names separated by commas; default: all of them")] = ""
-    seed: Annotated[int | None, typer.Option(min=0, help="of the prompts; default: any, it is told")] = None
-    chunk_tokens: Annotated[int, typer.Option(min=16, max=4096, help="that the connector stores")] = 128
+    seed: Annotated[int | None, typer.Option(min=0, help="seed of the prompts; default: random")] = None
+    chunk_tokens: Annotated[int, typer.Option(min=16, max=4096, help="chunk size of the connector")] = 128
     dtype: Annotated[
         str | None, typer.Option(help="float32, float16 or bfloat16; default: float32, bfloat16 on a GPU")
     ] = None
-    lora: Annotated[Path | None, typer.Option(help="a LoRA adapter; default: one is made, or none")] = None
-    store_pid: Annotated[int | None, typer.Option(help="the store's process, which is killed at last")] = None
-    vllm: Annotated[str, typer.Option(help="more of vLLM's options, for every engine")] = ""
+    lora: Annotated[Path | None, typer.Option(help="a LoRA adapter; default: random, if possible")] = None
+    store_pid: Annotated[int | None, typer.Option(help="the store's process, killed at the end")] = None
+    vllm: Annotated[str, typer.Option(help="further vLLM options for every engine")] = ""

@@ -1,4 +1,4 @@
-"""Pages that an engine's probe kept, beside those of the reference."""
+"""Comparison of an engine's pages, copied by its probe, with those of the reference."""
 
 from __future__ import annotations
 
@@ -11,11 +11,14 @@ if TYPE_CHECKING:
 
 
 def compare_files(reference: Path, found: Path, name: str, tolerance: float) -> tuple[int, str]:
-    """As `compare_pages`, of every copy of a prompt's pages in `found`, which are deleted.
+    """Compare every copy of a prompt's pages in `found` by `compare_pages`, and delete the copy.
 
     Args:
-        reference, found: folders that probes write to; every rank has files of its own.
-        name: the prompt's, as `prompt_name` has it.
+        reference, found: folders that probes write to; every rank writes its own files.
+        name: name of the prompt, from `prompt_name`.
+
+    Returns:
+        the number of pages compared, and the first rank and page that differ, in words; empty: none.
     """
     from safetensors.torch import load_file
 
@@ -34,12 +37,15 @@ def compare_files(reference: Path, found: Path, name: str, tolerance: float) -> 
 def compare_pages(
     expected: Mapping[str, torch.Tensor], found: Mapping[str, torch.Tensor], tolerance: float
 ) -> tuple[int, str]:
-    """How many pages of a head were compared, and which is the first that differs, in words; empty: none.
+    """Compare pages, one per layer, block and head.
 
     Args:
-        expected, found: by layer, in their order, `[blocks, heads, tokens, channels]`; NaN where a layer has
-            no page.
-        tolerance: that an element may differ by, as a share of the largest of its layer.
+        expected, found: `[blocks, heads, tokens, channels]` by layer, in the order of sorted names; NaN where
+            a layer has no page.
+        tolerance: largest difference allowed, as a share of the largest element of the layer.
+
+    Returns:
+        the number of pages compared, and the first page that differs, in words; empty: none.
     """
     compared, wrong = 0, []
     for layer in sorted(expected):

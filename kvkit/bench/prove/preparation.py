@@ -1,4 +1,4 @@
-"""What is made of the options of `kvkit prove`: engines that are to be started, or servers that run."""
+"""Preparation of `kvkit prove` from its options: engines to start, or running servers."""
 
 from __future__ import annotations
 
@@ -34,18 +34,18 @@ _CONNECTOR = {
     "kv_load_failure_policy": "recompute",
 }
 _BLOCKS = 12
-"""Of how many chunks an engine has blocks: few, so that they are soon full."""
+"""Chunks that fit in an engine's blocks: few, so that the blocks are soon full."""
 _BLOCK_BYTES, _BESIDE_BYTES = 1 << 30, 1 << 30
-"""Of the blocks, at most; and of a connector."""
+"""Most bytes of an engine's blocks; bytes reserved for a connector."""
 _LONGEST = 8
-"""How many chunks a prompt may have with its answer."""
+"""Longest prompt with its answer, in chunks."""
 
 
 def chosen(names: str) -> list[Scenario]:
-    """Scenarios by their names, in the order in which they are gone through.
+    """Return the scenarios with these comma-separated names, in the order of `SCENARIOS`.
 
     Raises:
-        BenchError: one is not known.
+        BenchError: a name is unknown.
     """
     known = {one.name: one for one in SCENARIOS}
     wanted = [name.strip() for name in names.split(",") if name.strip()] or list(known)
@@ -56,10 +56,14 @@ def chosen(names: str) -> list[Scenario]:
 
 
 def transfer_of(text: str, folder: Path, chunk_tokens: int) -> dict[str, Any]:
-    """A kv_transfer_config, of `kvkit` with memory and a folder.
+    """Return the kv_transfer_config that `text` names or contains.
+
+    Args:
+        text: `kvkit`, a connector's name, JSON, or the path of a file with JSON.
+        folder: folder of kvkit's disk tier.
 
     Raises:
-        BenchError: it is no JSON.
+        BenchError: the JSON is invalid, or has no kv_connector.
     """
     if text == "kvkit":
         tiers = {"memory": {"capacity": "512MiB"}, "disk": {"url": f"file://{folder}/kv"}}
@@ -78,7 +82,7 @@ def transfer_of(text: str, folder: Path, chunk_tokens: int) -> dict[str, Any]:
 
 
 def command_of(options: ProveOptions, seed: int, scenarios: str = "") -> str:
-    """What does the same again."""
+    """Return the command that repeats the run, with all scenarios or some of them."""
     words = ["kvkit", "prove", "--seed", str(seed)]
     given = asdict(options) | {"seed": None, "scenarios": scenarios or options.scenarios}
     for name, value in given.items():
@@ -89,7 +93,7 @@ def command_of(options: ProveOptions, seed: int, scenarios: str = "") -> str:
 
 @contextmanager
 def prepared(options: ProveOptions, console: Console) -> Iterator[ToProve]:
-    """What `run` takes.
+    """Prepare the engines and prompts for `run`; removes its temporary folder on exit.
 
     Raises:
         BenchError: an option is wrong, or something is missing.
@@ -99,7 +103,9 @@ def prepared(options: ProveOptions, console: Console) -> Iterator[ToProve]:
     if dtype not in LOGPROB_TOLERANCE:
         raise BenchError(f"dtype = {dtype!r}: want one of {', '.join(LOGPROB_TOLERANCE)}")
     if (options.url is None) != (options.reference is None):
-        raise BenchError("want --url and --reference, or neither: both run, or both are started")
+        raise BenchError(
+            "want both --url and --reference, or neither: without them, kvkit starts both engines"
+        )
     scenarios = chosen(options.scenarios)
     seed = secrets.randbelow(10**6) if options.seed is None else options.seed
     lacks: dict[str, str] = {}
@@ -138,7 +144,7 @@ def prepared(options: ProveOptions, console: Console) -> Iterator[ToProve]:
 def _launch(
     options: ProveOptions, folder: Path, dtype: str, lacks: dict[str, str], console: Console
 ) -> tuple[EngineLaunch, ChangedWeights | None]:
-    """How the reference is started. Mutates `lacks`: what no scenario can have."""
+    """Return how to start the reference, and its weights. Mutates `lacks`: adds what is missing, and why."""
     model, weights = model_folder(options.model, console), None
     if Path(model).is_dir():
         model = str(linked(Path(model), folder / "model"))
@@ -147,7 +153,7 @@ def _launch(
         except BenchError as error:
             lacks["weights"] = str(error)
     else:
-        lacks["weights"] = f"{model} is no folder: its weights are not changed"
+        lacks["weights"] = f"{model} is not a folder: its weights cannot be changed"
     given = split_options(options.vllm)
     share, beside = _share(model, 1 if options.prefill_config is None else 2, given)
     more = (*share.options, *given)
@@ -167,7 +173,7 @@ def _launch(
     if gpu_name() is None:  # it starts sooner
         words.append("--enforce-eager")
         environment.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
-        environment.setdefault("OMP_WAIT_POLICY", "passive")  # threads that spin slow the other engines
+        environment.setdefault("OMP_WAIT_POLICY", "passive")  # spinning threads slow down the other engines
     launch = EngineLaunch(model, (*words, *more), folder, environment, beside=beside)
     try:
         adapter = options.lora or make_adapter(Path(model), folder / "adapter")
@@ -179,16 +185,16 @@ def _launch(
 
 
 def _share(model: str, servers: int, given: Sequence[str]) -> tuple[memory.Share, bool]:
-    """What each engine is given, and whether all may start at the same time, both references too.
+    """Return each engine's share of memory, and whether all may start at once with both references.
 
     Raises:
-        MemoryTooSmall: not even `servers` fit.
+        MemoryTooSmall: not even `servers` engines fit.
     """
 
     def of(servers: int) -> memory.Share:
         return memory.share(model, servers=servers, tiers=_BESIDE_BYTES, most=_BLOCK_BYTES, options=given)
 
-    if gpu_name() is None:  # on one, vLLM measures what others leave while it starts
+    if gpu_name() is None:  # on a GPU, a starting vLLM measures free memory: one at a time
         with suppress(memory.MemoryTooSmall):
             share = of(servers + 2)
             return share, share.block_bytes is not None
@@ -196,13 +202,13 @@ def _share(model: str, servers: int, given: Sequence[str]) -> tuple[memory.Share
 
 
 def _changed(weights: ChangedWeights, folder: Path) -> str:
-    """Another folder with the same model, of which the tensor is changed."""
+    """Make a folder with the same model and the changed tensor; return its path."""
     ChangedWeights(linked(weights.folder, folder)).change()
     return str(folder)
 
 
 def _with_connector(options: ProveOptions, launch: EngineLaunch, folder: Path) -> ProvedEngine:
-    """The engine that is to be proven, and the one that computes for it where there is one."""
+    """Return the engine to prove, with its prefill engine if the options name one."""
 
     def with_transfer(text: str) -> EngineLaunch:
         port = {"VLLM_NIXL_SIDE_CHANNEL_PORT": str(free_port())}

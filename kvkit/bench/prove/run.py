@@ -1,4 +1,4 @@
-"""`kvkit prove`: the reference is asked, then the engine with the connector goes through the scenarios."""
+"""A run of `kvkit prove`: the answers of the reference, then the scenarios on the engine to prove."""
 
 from __future__ import annotations
 
@@ -29,23 +29,23 @@ from kvkit.bench.prove.verdict import (
 from kvkit.observe.progress import Say, counted
 
 MOST_CROWD = 200_000
-"""Tokens of other prompts, at most: an engine with more blocks is not filled."""
+"""Most tokens of other prompts: an engine with more room in its blocks is not filled."""
 ATTEMPTS_S = 10.0
-"""So long is a prompt asked again until some of it is loaded: what was computed may be stored later."""
+"""Longest time to retry prompts until KV is loaded, in seconds: stores may complete late."""
 _PREEMPTIONS = 3
 Expected = tuple[str, bool, bool]
-"""A prompt's name, whether it has the adapter, whether the weights are changed."""
+"""(name of a prompt, whether it uses the adapter, whether the weights are changed)."""
 
 
 @dataclass(slots=True)
 class ToProve:
-    """What is to be proven, and with what.
+    """The engines, scenarios and prompts of a proof, and its state.
 
     Attributes:
-        changed_reference: the same with the changed weights, where a scenario has them.
-        missing: why something that scenarios may need is not there: adapter, weights, own, store.
-        changed: whether the engine has the changed weights.
-        failed: whether it gave an error in place of an answer, and may be about to end.
+        changed_reference: the reference with the changed weights, if a scenario changes them.
+        missing: reasons by missing requirement of scenarios: adapter, weights, own, store.
+        changed: whether the engine runs with the changed weights.
+        failed: whether the engine returned an error in place of an answer, and may be about to end.
     """
 
     reference: EngineLaunch | str
@@ -65,10 +65,10 @@ class ToProve:
 
 
 def run(proof: ToProve, say: Say) -> list[ScenarioVerdict]:
-    """The verdicts on all scenarios, in their order.
+    """Run all scenarios and return their verdicts, in order.
 
     Raises:
-        BenchError: an engine does not start, or does not answer.
+        BenchError: an engine does not start, the reference does not answer, or the dtypes differ.
     """
     chosen = [one for one in proof.scenarios if not _lacking(proof, one)]
     engines = [ProvedEngine("reference", proof.reference)] if chosen else []
@@ -83,16 +83,16 @@ def run(proof: ToProve, say: Say) -> list[ScenarioVerdict]:
             with opening([*engines, proof.engine], beside) as openers:
                 if beside:
                     say(f"starting {len(engines) + 1} engines")
-                    openers[-1]()  # what is to be proven may not start
+                    openers[-1]()  # fails early if the engine to prove does not start
                 for changed, engine in enumerate(engines):
                     if not beside:
-                        say(f"{engine.name}: starting" if engine.is_own else f"{engine.name}: looking for it")
+                        say(f"{engine.name}: starting" if engine.is_own else f"{engine.name}: connecting")
                     openers[changed]()
                     _ask_reference(proof, engine, chosen, bool(changed), say)
                     engine.close()
                 if not beside:
                     own = proof.engine.is_own
-                    say("starting the engine with the connector" if own else "finding the engine")
+                    say("starting the engine with the connector" if own else "connecting to the engine")
                     openers[-1]()
             proof.engine.watch(proof.folder / "found")
             if proof.engine.dtype not in ("", proof.dtype):
@@ -114,7 +114,7 @@ def changes_weights(scenario: Scenario) -> bool:
 
 
 def _lacking(proof: ToProve, scenario: Scenario) -> str:
-    """Why a scenario cannot be run; empty: it can."""
+    """Return why a scenario cannot run; empty: it can."""
     doing = {act.do for act in scenario.acts}
     needed = [
         *(["adapter"] if any(one.adapter for one in scenario.asked()) else []),
@@ -126,7 +126,7 @@ def _lacking(proof: ToProve, scenario: Scenario) -> str:
 
 
 def wanted(scenarios: Sequence[Scenario], changed: bool) -> set[tuple[str, bool]]:
-    """Prompts that the reference, or the one with the changed weights, is asked; whether with the adapter."""
+    """Return (prompt, whether with adapter) to ask the reference, with changed weights if `changed`."""
     scenarios = [one for one in scenarios if changes_weights(one) or not changed]
     found = {(one.name, one.adapter) for scenario in scenarios for one in scenario.asked()}
     return found | {(one.name, one.adapter) for s in scenarios for one in s.unlike or ()}
@@ -135,18 +135,18 @@ def wanted(scenarios: Sequence[Scenario], changed: bool) -> set[tuple[str, bool]
 def _ask_reference(
     proof: ToProve, engine: ProvedEngine, scenarios: Sequence[Scenario], changed: bool, say: Say
 ) -> None:
-    """Have an engine without the connector answer what scenarios ask, each prompt for itself."""
+    """Ask an engine without the connector the scenarios' prompts, one at a time. Mutates `proof`."""
     engine.watch(proof.folder / ("changed" if changed else "expected"))
     asked = sorted(wanted(scenarios, changed))
     for name, adapter in counted(asked, f"{engine.name}: prompts", len(asked), say):
         (reply,) = engine.ask([SentPrompt(tuple(proof.prompts[name]), adapter=adapter)])
         if reply.error is not None:
-            raise BenchError(f"the reference gives no answer: {reply.error}")
+            raise BenchError(f"the reference does not answer: {reply.error}")
         proof.expected[name, adapter, changed] = reply
 
 
 def prove_scenario(proof: ToProve, scenario: Scenario) -> ScenarioVerdict:
-    """Have the engine go through a scenario, and judge it. Mutates `proof`; starts an engine that is gone."""
+    """Run a scenario and return its verdict. Mutates `proof`; restarts an engine that is gone."""
     observed: list[Observed] = []
     if proof.engine.is_own and (proof.changed or proof.failed):
         proof.engine.close()
@@ -184,10 +184,10 @@ def _first_line(error: BenchError) -> str:
 
 
 def _revive(engine: ProvedEngine) -> None:
-    """Start it again if the last scenario was its end.
+    """Restart the engine if the last scenario ended it.
 
     Raises:
-        BenchError: it cannot be.
+        BenchError: the engine does not start, or is gone and was not started here.
     """
     try:
         engine.counts()
@@ -199,7 +199,7 @@ def _revive(engine: ProvedEngine) -> None:
 
 
 def _do(proof: ToProve, act: Act) -> list[Observed]:
-    """Carry out an act; what came of its prompts, or why it did not happen."""
+    """Carry out an act; return the results of its prompts, or why the act did not happen."""
     engine, queries = proof.engine, [_query(proof, one) for one in act.prompts]
     if act.do == "ask":
         return _asked(proof, act)
@@ -212,7 +212,7 @@ def _do(proof: ToProve, act: Act) -> list[Observed]:
         missing = _crowd(proof)
     elif act.do in ("abort", "kill"):
         if not engine.leave(queries, engine.kill if act.do == "kill" else lambda: None):
-            missing = "no prompt was seen to be computed"
+            missing = "no prompt was seen running"
         if act.do == "kill":
             engine.open()
     elif act.do == "kill store":
@@ -233,10 +233,10 @@ def _query(proof: ToProve, asked: AskedPrompt) -> SentPrompt:
 
 
 def _crowd(proof: ToProve) -> str:
-    """Have others' prompts take every block; why that is not done, empty: it is."""
+    """Fill every block with other prompts; return why that is impossible, or an empty string."""
     tokens = proof.engine.capacity()
     if tokens > MOST_CROWD:
-        return f"blocks of {tokens} tokens are not filled: start the engine with VLLM_SERVER_DEV_MODE=1"
+        return f"blocks of {tokens} tokens are too many to fill: start the engine with VLLM_SERVER_DEV_MODE=1"
     longest = max(map(len, proof.prompts.values()))
     for prompt in crowd_of(proof.seed, tokens, longest):
         proof.engine.ask([SentPrompt(tuple(prompt))])
@@ -246,7 +246,7 @@ def _crowd(proof: ToProve) -> str:
 
 
 def _asked(proof: ToProve, act: Act) -> list[Observed]:
-    """Ask until something is loaded that should be, and what was then found."""
+    """Ask the prompts of an act, and again until KV is loaded if it must be; return all results."""
     deadline = time.monotonic() + ATTEMPTS_S
     found = [_observe(proof, act)]
     while act.loads == "some" and not _settled(found[-1]) and time.monotonic() < deadline:
@@ -262,7 +262,7 @@ def _settled(observed: Observed) -> bool:
 
 
 def _observe(proof: ToProve, act: Act, then: Callable[[], None] | None = None) -> Observed:
-    """Ask the prompts of an act, and compare what comes with the reference."""
+    """Ask the prompts of an act, and compare answers and pages with the reference."""
     queries = [_query(proof, one) for one in act.prompts]
     before = proof.engine.counts()
     replies = proof.engine.ask(queries, then)
@@ -282,19 +282,21 @@ def _observe(proof: ToProve, act: Act, then: Callable[[], None] | None = None) -
 
 
 def _preempted(proof: ToProve, act: Act) -> Observed:
-    """Ask prompts and have them preempted while they decode."""
+    """Ask the prompts of an act and preempt the requests while they decode."""
     engine = proof.engine
     for _ in range(_PREEMPTIONS):
         before, skipped = engine.counts(), engine.skipped()
         found = _observe(proof, act, engine.preempt)
-        if any(one.wrong for one in found.compared):  # an engine that fails tells nothing
+        if any(one.wrong for one in found.compared):  # a failed engine may report no counts
             return found
         grown, after = engine.counts() - before, engine.skipped()
         if grown["preempted"]:
             break
     else:
-        return replace(found, missing="no request was preempted: that takes VLLM_SERVER_DEV_MODE=1")
+        return replace(
+            found, missing="no request was preempted: start the engine with VLLM_SERVER_DEV_MODE=1"
+        )
     if skipped is None or after is None:
         return replace(found, loaded=None)
-    at_first = grown["loaded"] + grown["own"]  # vLLM does not count what comes after a preemption
+    at_first = grown["loaded"] + grown["own"]  # vLLM does not count tokens found after a preemption
     return replace(found, loaded=max(0, after - skipped - at_first))

@@ -1,4 +1,4 @@
-"""What `kvkit prove` has an engine go through: scenarios as data, and their prompts. Pure."""
+"""Scenarios of `kvkit prove` as data, and their prompts. Pure functions."""
 
 from __future__ import annotations
 
@@ -9,30 +9,32 @@ import numpy as np
 
 ANSWER_TOKENS = 16
 TAIL_TOKENS = 24
-"""Of a prompt, after its last whole chunk."""
+"""Tokens of a prompt after its last whole chunk."""
 _IDS = 300, 1000
-"""Token ids [start, stop) that prompts have: every vocabulary has them, and few are special."""
+"""Token ids [start, stop) of prompts: every vocabulary has them, and few are special."""
 
 Doing = Literal[
     "ask", "forget", "crowd", "preempt", "abort", "restart", "kill", "change weights", "kill store"
 ]
 Loads = Literal["any", "fresh", "some", "none"]
-"""Of the tokens of prompts: whatever is loaded; none can be there yet; some must be loaded; none may be, for
-what is there is another's."""
+"""KV that an act may load.
+
+`any`: any amount; `fresh`: nothing, as none is stored yet; `some`: at least one token; `none`: nothing, as
+the stored KV is that of another tenant, adapter or weights."""
 
 
 @dataclass(frozen=True, slots=True)
 class AskedPrompt:
-    """A prompt by its name, as a request has it."""
+    """A prompt of a request, by name."""
 
     name: str
-    salt: str = ""  # the tenant's
+    salt: str = ""  # of the tenant
     adapter: bool = False  # computed with the LoRA adapter
 
 
 @dataclass(frozen=True, slots=True)
 class Act:
-    """One thing done to the engine. The prompts of `ask`, `preempt`, `abort` and `kill` come together."""
+    """One action on the engine. Prompts of `ask`, `preempt`, `abort` and `kill` are sent together."""
 
     do: Doing
     prompts: tuple[AskedPrompt, ...] = ()
@@ -41,11 +43,11 @@ class Act:
 
 @dataclass(frozen=True, slots=True)
 class Scenario:
-    """Acts, and what they are about.
+    """A sequence of acts with a name and a description.
 
     Attributes:
-        unlike: two prompts whose answers must differ, with the weights changed for the second if there is
-            such an act: else a mistaken one for the other would not be seen.
+        unlike: two prompts that must have different answers, or a mix-up of their KV would go unnoticed. If
+            an act changes the weights, the second is answered with the changed ones.
     """
 
     name: str
@@ -54,7 +56,7 @@ class Scenario:
     unlike: tuple[AskedPrompt, AskedPrompt] | None = None
 
     def asked(self) -> list[AskedPrompt]:
-        """Every prompt whose answer is compared."""
+        """Return the prompts of all acts."""
         return [one for act in self.acts for one in act.prompts]
 
 
@@ -68,8 +70,8 @@ _ONE, _OTHER = AskedPrompt("short", salt="one"), AskedPrompt("short", salt="othe
 _TUNED = AskedPrompt("short", adapter=True)
 _FORGET, _LEAVE = Act("forget"), Act("abort", (_CUT,))
 SCENARIOS = (
-    Scenario("cold", "a prompt that is new", (_ask(_SHORT, loads="fresh"),)),
-    Scenario("warm", "it comes again", (_ask(_SHORT), _FORGET, _ask(_SHORT, loads="some"))),
+    Scenario("cold", "a new prompt", (_ask(_SHORT, loads="fresh"),)),
+    Scenario("warm", "the same prompt again", (_ask(_SHORT), _FORGET, _ask(_SHORT, loads="some"))),
     Scenario(
         "prefix caching",
         "the engine's own cache has a prompt's first chunk, then all of it",
@@ -77,12 +79,12 @@ SCENARIOS = (
     ),
     Scenario(
         "eviction",
-        "other prompts have filled the engine's blocks in between",
+        "other prompts fill the engine's blocks in between",
         (_ask(_SHORT), Act("crowd"), _ask(_SHORT, loads="some")),
     ),
     Scenario(
         "chunked prefill",
-        "a prompt that is computed in several steps",
+        "a prompt computed in several steps",
         (_ask(_LONG), _FORGET, _ask(_LONG, loads="some")),
     ),
     Scenario(
@@ -92,12 +94,12 @@ SCENARIOS = (
     ),
     Scenario(
         "abort",
-        "a request is given up while it is computed, and while it may be loaded",
+        "a request is aborted while it is computed, and while it may be loading",
         (_LEAVE, _ask(_CUT), _FORGET, _LEAVE, _ask(_CUT), _FORGET, _ask(_CUT, loads="some")),
     ),
     Scenario(
         "duplicates",
-        "a prompt comes several times at once",
+        "the same prompt several times at once",
         (_ask(*[_SHARED] * 4), _FORGET, _ask(*[_SHARED] * 4, loads="some")),
     ),
     Scenario(
@@ -108,12 +110,12 @@ SCENARIOS = (
     ),
     Scenario(
         "tenants",
-        "two tenants with salts ask the same",
+        "two tenants with different salts send the same prompt",
         (_ask(_ONE), _FORGET, _ask(_OTHER, loads="none"), _FORGET, _ask(_OTHER, loads="some")),
     ),
     Scenario(
         "LoRA",
-        "a prompt with an adapter, and without",
+        "a prompt with and without an adapter",
         (
             *(_ask(_SHORT), _FORGET, _ask(_TUNED, loads="none"), _FORGET, _ask(_TUNED, loads="some")),
             *(_FORGET, _ask(_SHORT, loads="some")),
@@ -122,7 +124,7 @@ SCENARIOS = (
     ),
     Scenario(
         "restart",
-        "the engine is ended and started again",
+        "the engine is restarted",
         (_ask(_SHORT), Act("restart"), _ask(_SHORT), _FORGET, _ask(_SHORT, loads="some")),
     ),
     Scenario(
@@ -132,7 +134,7 @@ SCENARIOS = (
     ),
     Scenario(
         "weights changed",
-        "the engine is started again with another tensor under the same name",
+        "the engine is restarted with another tensor under the same name",
         (
             *(_ask(_SHORT), Act("change weights"), _ask(_SHORT, loads="none")),
             *(_FORGET, _ask(_SHORT, loads="some")),
@@ -144,15 +146,15 @@ SCENARIOS = (
         "kill -9 of the connector's store",
         (
             *(_ask(_LONG), _FORGET, _ask(_LONG, loads="some"), _FORGET),
-            *(Act("kill store"), _ask(_LONG), _ask(_CUT)),  # not what changed weights may have stored
+            *(Act("kill store"), _ask(_LONG), _ask(_CUT)),  # no prompt that changed weights may have stored
         ),
     ),
 )
-"""In the order in which they are gone through: what ends the engine comes last."""
+"""All scenarios in the order in which they run: those that end the engine or the store come last."""
 
 
 def prompts_of(seed: int, chunk_tokens: int) -> dict[str, list[int]]:
-    """Token ids of each prompt by its name; a few chunks and `TAIL_TOKENS` more each."""
+    """Make token ids by prompt name; each prompt has a few chunks and `TAIL_TOKENS` more."""
     made = np.random.default_rng(seed)
 
     def prompt(chunks: int) -> list[int]:
@@ -172,6 +174,6 @@ def prompts_of(seed: int, chunk_tokens: int) -> dict[str, list[int]]:
 
 
 def crowd_of(seed: int, tokens: int, each: int) -> list[list[int]]:
-    """Prompts that nobody else asks, of `tokens` in all, `each` of them at most `each` long."""
+    """Make other prompts, `tokens` long in total, each at most `each` long."""
     made = np.random.default_rng([seed, tokens])
     return [made.integers(*_IDS, min(each, tokens - at)).tolist() for at in range(0, tokens, each)]

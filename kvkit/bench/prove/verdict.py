@@ -1,4 +1,4 @@
-"""What is made of a scenario's answers: whether they are those of the reference, and KV was loaded. Pure."""
+"""Verdicts on scenarios, from their answers, pages and loaded tokens. Pure functions."""
 
 from __future__ import annotations
 
@@ -11,54 +11,55 @@ from typing import Literal
 from kvkit.bench.prove.scenarios import AskedPrompt, Loads, Scenario
 
 LOGPROB_TOLERANCE = {"float32": 1e-3, "float16": 2e-2, "bfloat16": 1e-1}
-"""By the dtype of the model: a token's log-probability may differ by so much (nats), as prompts that are
-computed in other pieces, or beside others, round otherwise."""
+"""Largest difference allowed in a token's log-probability, in nats, by dtype of the model.
+
+Prompts computed in other pieces or batches round differently."""
 PAGE_TOLERANCE = {"float32": 1e-4, "float16": 1e-2, "bfloat16": 5e-2}
-"""Likewise an element of KV, as a share of the largest in its layer."""
+"""Largest difference allowed in an element of KV, as a share of the largest in its layer, by dtype."""
 
 ProveOutcome = Literal["proven", "differs", "not proven", "not run"]
 
 
 @dataclass(frozen=True, slots=True)
 class Reply:
-    """An answer: of each token its log-probability, and those of the tokens that were likely there."""
+    """An answer: per token its log-probability, and those of the likeliest tokens at its position."""
 
     tokens: tuple[int, ...] = ()
     logprobs: tuple[float, ...] = ()
     likely: tuple[Mapping[int, float], ...] = ()
-    error: str | None = None  # why there is none
+    error: str | None = None  # why there is no answer
 
 
 @dataclass(frozen=True, slots=True)
 class Compared:
-    """How far a reply is from the reference's."""
+    """Difference of a reply from the reference's."""
 
-    largest: float  # difference of log-probabilities, in nats
-    wrong: str = ""  # what differs, in words; empty: nothing by more than is tolerated
+    largest: float  # largest difference of log-probabilities, in nats
+    wrong: str = ""  # what differs, in words; empty: all is within the tolerance
 
 
 @dataclass(frozen=True, slots=True)
 class Observed:
-    """What came of an act that asked prompts."""
+    """Results of an act that asked prompts, or why an act did not happen."""
 
     prompts: tuple[AskedPrompt, ...]
     loads: Loads
     compared: tuple[Compared, ...]
-    loaded: int | None  # tokens of the prompts; None: nobody tells
-    pages: int = 0  # blocks of layers and heads that were compared
-    wrong_page: str = ""  # the first that differs
-    missing: str = ""  # why it did not happen as it should
+    loaded: int | None  # tokens of the prompts; None: not reported
+    pages: int = 0  # pages compared, one per layer, block and head
+    wrong_page: str = ""  # the first page that differs, in words; empty: none
+    missing: str = ""  # why the act did not happen as intended; empty: it did
 
 
 @dataclass(frozen=True, slots=True)
 class ScenarioVerdict:
-    """What became of a scenario, and why.
+    """The verdict on a scenario, and the reason.
 
     Attributes:
-        loaded: tokens.
-        largest: difference of log-probabilities, in nats.
-        pages: blocks of layers and heads that were compared.
-        log: the last lines of the engine's log, where it failed or was gone.
+        loaded: tokens loaded.
+        largest: largest difference of log-probabilities, in nats.
+        pages: pages compared, one per layer, block and head.
+        log: last lines of the engine's log, if the engine failed or was gone.
         gone: whether the scenario could not run because the engine was gone.
     """
 
@@ -73,10 +74,10 @@ class ScenarioVerdict:
 
 
 def compare(expected: Reply, found: Reply, tolerance: float) -> Compared:
-    """How far a reply is from the expected one.
+    """Compare a reply with the expected one.
 
-    Where another token is chosen, both must have been equally likely but for `tolerance`; what comes after it
-    is not compared.
+    A different token is accepted if both were equally likely within `tolerance`; later tokens are then not
+    compared.
     """
     if found.error is not None:
         return Compared(0.0, f"no answer: {found.error}")
@@ -104,11 +105,12 @@ def compare(expected: Reply, found: Reply, tolerance: float) -> Compared:
 def judge(
     scenario: Scenario, observed: Sequence[Observed], control: Compared | None, handed_off: bool = False
 ) -> ScenarioVerdict:
-    """The verdict on a scenario.
+    """Return the verdict on a scenario.
 
     Args:
-        control: of the scenario's prompts whose answers must be unlike, how far the reference's are apart.
-        handed_off: whether every prompt is computed elsewhere and handed off, so that each is to be loaded.
+        observed: results of its acts.
+        control: difference between the reference's answers to `scenario.unlike`; None: it has no such pair.
+        handed_off: whether another engine computes and hands off every prompt, so that each must be loaded.
     """
     loaded = sum(one.loaded or 0 for one in observed)
     largest = max((each.largest for one in observed for each in one.compared), default=0.0)
@@ -128,23 +130,23 @@ def judge(
             said = f"prompt {_named(one.prompts[0])}: {one.loaded} tokens of another's KV were loaded"
             return verdict("differs", said)
     if control is not None and not control.wrong:
-        why = f"answers that must differ are only {control.largest:.2g} apart: this model does not show it"
+        why = f"answers that must differ are only {control.largest:.2g} apart: a mix-up would go unnoticed"
         return verdict("not proven", why)
     for one in observed:
         if one.missing:
             return verdict("not proven", one.missing)
         wanted = one.loads == "some" or (handed_off and one.loads != "any")
         if wanted and one.loaded is None:
-            return verdict("not proven", "the server does not tell how many tokens were loaded")
+            return verdict("not proven", "the server does not report how many tokens were loaded")
         if wanted and not one.loaded:
             return verdict("not proven", "nothing was loaded: all was computed")
         if one.loads == "fresh" and one.loaded and not handed_off:
-            return verdict("not proven", f"{one.loaded} tokens were there before: take another --seed")
+            return verdict("not proven", f"{one.loaded} tokens were stored before: choose another --seed")
     return verdict("proven", "")
 
 
 def exit_status(verdicts: Sequence[ScenarioVerdict]) -> int:
-    """Choose a command's: 1 where something differs, 2 where something, or everything, is not proven."""
+    """Return 1 if a scenario differs, 2 if one or all are not proven or the engine was gone, else 0."""
     outcomes = {one.outcome for one in verdicts}
     if "differs" in outcomes:
         return 1
