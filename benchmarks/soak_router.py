@@ -67,8 +67,8 @@ FATED = {"kill": "killed", "stop": "stopped", "clear": "emptied"}
 PATIENCE_S = 900.0
 """A request that has not ended after so long hangs; so does a router that has not come to rest. Others may
 have nearly all of the machine."""
-OWN_MISTAKE = "the router made a mistake"
-TROUBLE = "Traceback|a mistake of the router's own|followed no more"
+OWN_MISTAKE = "internal error in the router"
+TROUBLE = "Traceback|internal error in the router|stopped following"
 """What its log says of it, and of other mistakes."""
 
 

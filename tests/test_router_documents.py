@@ -197,7 +197,7 @@ def test_a_document_is_behind_its_system_prompt(start: Start) -> None:
         ),
         (
             completion([1] * 9, blend={"documents": [[2, 4]], "prefix": 3}),
-            "prefix = 3: want so many tokens, 0 to 2",
+            "prefix = 3: want a number of tokens, 0 to 2",
         ),
     ],
 )
@@ -346,7 +346,7 @@ def test_a_document_is_computed_ahead(start: Start, tmp_path: Path) -> None:
         ({}, 400, "want one of text and tokens"),
         ({"text": FIRST, "tokens": [1]}, 400, "want one of text and tokens"),
         ({"text": FIRST, "prefix": "a", "prefix_tokens": [1]}, 400, "want one of prefix and prefix_tokens"),
-        ({"text": "short"}, 400, "5 tokens that do not depend on what stands before them: want 16"),
+        ({"text": "short"}, 400, "5 tokens do not depend on the text before them: want at least 16"),
         ({"tokens": [1] * 15}, 400, "15 tokens"),
         ({"tokens": [-1] * 20}, 400, "tokens.0 = -1: "),
         ({"tokens": [2**31] * 20}, 400, "tokens.0 = 2147483648: "),

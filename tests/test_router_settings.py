@@ -72,7 +72,7 @@ def test_engines_have_the_name_of_their_address_or_their_own() -> None:
         ({"decode": {"d": D["d"] | {"handoff": "tcp://h"}}}, "d.handoff = 'tcp://h': tcp://h: want unix:///"),
         (
             {"decode": D, "blend": {"marks": ["<d>", "a<d>"]}},
-            "blend.marks.*: want two texts, neither of which",
+            "blend.marks.*: want two texts, neither containing",
         ),
         ({"decode": D, "blend": {"methods": ["k_deviation"]}}, "blend.methods.0 = 'k_deviation'"),
         (

@@ -1,4 +1,4 @@
-"""A streamed answer in the making: what the client has of it, and how another engine goes on with it."""
+"""State of a streamed answer: what the client has of it, and how another engine continues it."""
 
 from __future__ import annotations
 
@@ -12,29 +12,29 @@ _MADE_ANEW = (
     *("stop", "echo", "seed", "tools", "logprobs", "presence_penalty", "frequency_penalty"),
     *("response_format", "structured_outputs", "repetition_detection"),
 )
-"""Fields whose effect depends on the answer's beginning: an engine that did not make that would go on
-differently. (With `stop`, vLLM holds text back, too: its tokens are ahead of it.)"""
+"""Fields with effects that depend on the answer's beginning: another engine continues differently.
+(With `stop`, vLLM also holds text back, so that the tokens are ahead of the text.)"""
 _IDS = "token_ids"
-_UTF32, _CHAR_BYTES = "utf-32-le", 4  # appended to without a copy, and read anywhere
+_UTF32, _CHAR_BYTES = "utf-32-le", 4  # append without a copy, and random access
 MAX_KEPT = 16 << 20
-"""So many characters and tokens of one answer are kept, in case that another engine must go on with it."""
+"""Maximum number of characters and tokens kept of an answer, for another engine to continue it."""
 
 
 class CannotContinue(RuntimeError):
-    """No other engine can go on with an answer; the message says why."""
+    """No other engine can continue an answer; the message gives the reason."""
 
 
 class Answer:
-    """The events of one streamed answer, from however many engines it takes. `take` and `resume` mutate it.
+    """Events of one streamed answer, from one or more engines. `take` and `resume` mutate it.
 
-    An engine that takes over gets the tokens that were made as the end of its prompt. Where it would then go
-    on differently it makes the answer anew, and the client gets nothing until that is past what it has; it
-    must be the same.
+    An engine that takes over gets the tokens so far as the end of its prompt. If it would then continue
+    differently, it makes the answer again from the start; the client gets nothing until the new answer is
+    past what the client has, which must be the same.
 
     Attributes:
-        finished: whether the reason why it ends is there, for each of its choices.
-        took_over: whether an engine had to go on with what another began.
-        prompt_tokens: of the client's request; None until an engine has said so.
+        finished: True if each of its choices has a finish reason.
+        took_over: True if an engine had to continue the answer of another.
+        prompt_tokens: prompt length of the client's request; None until an engine reported it.
     """
 
     def __init__(self, asked: ParsedRequest) -> None:
@@ -44,28 +44,28 @@ class Answer:
         self._asked = asked
         self._text = "text" if asked.kind == "completions" else "content"
         self._texts: dict[str, bytearray] = {}  # by field: what the client has, in _UTF32
-        self._ids: list[int] = []  # kept whether the client has them or not
+        self._ids: list[int] = []  # kept even if the client does not get them
         self._kept = 0
         self._prompt_ids: tuple[int, ...] = ()
-        self._whole: dict[str, int] = {}  # how far into it tokens and text last ended together
-        self._at: dict[str, int] = {}  # by field: how far into the answer the engine at work is
-        self._given_tokens = 0  # of the answer that it got as the end of its prompt
+        self._whole: dict[str, int] = {}  # by field: last position at which tokens and text ended together
+        self._at: dict[str, int] = {}  # by field: the current engine's position in the answer
+        self._given_tokens = 0  # of the answer, in the current engine's prompt
         self._identity: Body = {}
         self._usage_sent = False
         self._begun = False
         self._plain = True
         self._calls_tools = False
-        self._ended: dict[int, bool] = {}  # of several choices, by index
+        self._ended: dict[int, bool] = {}  # by index, for several choices
 
     def take(self, event: Mapping[str, Any]) -> Body | None:
-        """The next event of the engine at work, as the client is to have it; None: nothing of it.
+        """Take the current engine's next event, and return the client's version; None: nothing to send.
 
         Args:
-            event: as `openai.read_event` gives it.
+            event: event from `openai.read_event`.
 
         Raises:
             CannotContinue: the engine took over, and makes another answer than the client has; or the answer
-                is longer than any that is kept for another engine.
+                is longer than MAX_KEPT.
         """
         self._begun = True
         self._identity = self._identity or {k: event[k] for k in ("id", "created") if k in event}
@@ -93,12 +93,12 @@ class Answer:
         return shown if new else None
 
     def resume(self) -> ParsedRequest:
-        """What to ask another engine for when the one at work has failed; `take` gets its events then.
-        Raises CannotContinue: the answer has several choices or tool calls."""
+        """Return the request for another engine after the current one failed; `take` then gets its events.
+        Raises CannotContinue if the answer has several choices or tool calls."""
         if not self._begun:
             return self._asked
         if not self._asked.single or self._calls_tools:
-            raise CannotContinue("an answer with several choices or tool calls cannot change its engine")
+            raise CannotContinue("no other engine can continue an answer with several choices or tool calls")
         self.took_over = True
         ids = self._ids
         whole = self._whole.get(_IDS, 0)
@@ -106,7 +106,7 @@ class Answer:
         left = None if longest is None else longest - whole
         if not self._goes_on or whole == 0 or (left is not None and left <= 0):
             whole, left = 0, longest
-        if not self._shows_ids:  # what the client does not have may come out differently
+        if not self._shows_ids:  # tokens that the client does not have may differ
             del ids[whole:]
         if whole == 0:
             self._at, self._given_tokens = {}, 0
@@ -121,7 +121,7 @@ class Answer:
         return replace(self._asked, body=body, token_ids=(*self._prompt_ids, *ids[:whole]))
 
     def last_event(self) -> Body | None:
-        """The usage that an engine which failed after the end of the answer still owed; None: nothing."""
+        """Return the usage event that the engine did not send before it failed; None: none is missing."""
         if not self._asked.wants_usage or self._usage_sent or self.prompt_tokens is None:
             return None
         prompt, made = self.prompt_tokens, len(self._ids)
@@ -140,16 +140,16 @@ class Answer:
 
     @property
     def _goes_on(self) -> bool:
-        """Whether an engine that gets the tokens so far makes what the one that made them would have made."""
+        """True if an engine that gets the tokens so far continues as their engine would have."""
         return self._plain and not any(self._asked.body.get(name) for name in _MADE_ANEW)
 
     def _count_choices(self, choices: Sequence[Mapping[str, Any]]) -> None:
-        """Note which of several choices have ended."""
+        """Record which of several choices have ended."""
         self._ended |= {c.get("index") or 0: c.get("finish_reason") is not None for c in choices}
         self.finished = len(self._ended) == self._asked.most_choices and all(self._ended.values())
 
     def _take_prompt(self, shown: Body, choice: Body) -> None:
-        """Note the prompt's tokens, which are in the first event, and leave them to who asked for them."""
+        """Record the prompt's tokens of the first event; remove them unless the client asked for them."""
         for holder in (shown, choice):
             ids = holder.get("prompt_token_ids")
             shows = False
@@ -159,7 +159,7 @@ class Answer:
                 holder.pop("prompt_token_ids", None)
 
     def _take_part(self, choice: Body) -> bool:
-        """Keep what is new in a choice, and leave that alone in it; whether the client is to have it."""
+        """Record what is new in a choice, and remove the rest; return whether to send it. Mutates."""
         part, others = choice, False
         names = {self._text} if isinstance(choice.get(self._text), str) else set()
         if self._asked.kind == "chat":
@@ -174,7 +174,7 @@ class Answer:
         part |= texts
         ids, new_ids = choice.pop(_IDS, None), []
         if ids is None:
-            self._plain = self._plain and not any(texts.values())  # no telling which tokens made it
+            self._plain = self._plain and not any(texts.values())  # the text's tokens are not known
         else:
             new_ids = self._catch_up(_IDS, ids)
             if len(ids) == 1 and texts.get(self._text):
@@ -186,7 +186,7 @@ class Answer:
         return part is choice or bool(part) or bool(new_ids and self._shows_ids)
 
     def _catch_up(self, name: str, piece: Any) -> Any:
-        """The end of `piece` that the client does not have yet."""
+        """Record `piece`, and return its end that is new."""
         start = self._at.get(name, 0)
         text = self._texts.setdefault(name, bytearray()) if isinstance(piece, str) else None
         again: Any = self._ids[start : start + len(piece)] if text is None else _read(text, start, len(piece))
@@ -205,6 +205,6 @@ class Answer:
 
 
 def _read(text: bytearray, start: int, chars: int) -> str:
-    """So many characters, or up to the end."""
+    """Return `chars` characters from `start` on, or fewer at the end of the text."""
     found = text[start * _CHAR_BYTES : (start + chars) * _CHAR_BYTES]
     return found.decode(_UTF32, "surrogatepass")

@@ -1,13 +1,13 @@
-"""`kvkit router`: an OpenAI-compatible server in front of vLLM engines that prefill (P) and that decode (D).
+"""`kvkit router`: an OpenAI-compatible server in front of vLLM prefill (P) and decode (D) engines.
 
-    POST /v1/completions, /v1/chat/completions    over a P or straight to a D: `routing.decide`
+    POST /v1/completions, /v1/chat/completions    through a P or straight to a D: `routing.decide`
     /v1/documents                                 KV for blending, computed ahead (`documents`)
-    GET  /v1/models; POST /tokenize, /detokenize  what a D answers
+    GET  /v1/models; POST /tokenize, /detokenize  answered by any D
     GET  /health                                  the state of each engine; HTTP status 503 while no D is up
-    GET  /metrics                                 Prometheus' text (`router_metrics`)
+    GET  /metrics                                 Prometheus text (`metrics`)
 
-A request that an engine fails goes to another one; so does the rest of a stream that breaks off, and its
-client sees one answer (`answers`). Imports no vLLM.
+If an engine fails a request, another one takes it. If a stream breaks off, another engine continues it, and
+the client sees one answer (`answers`). Imports no vLLM.
 """
 
 from __future__ import annotations
@@ -52,13 +52,13 @@ _Answering = Callable[[Client, dict[str, str], bytes], Awaitable[web.StreamRespo
 
 
 class Router:
-    """The server: `runner` runs it. One event loop.
+    """The server, run by `runner`. Lives in one event loop.
 
     Args:
-        lookup: asks an engine what it holds; default: kvkit's HTTP endpoint, where the engine has one.
+        lookup: lookup in an engine; default: its KV events and kvkit's HTTP endpoint, as configured.
 
     Attributes:
-        busy: the connections that have a request under way.
+        busy: connections with a request in flight.
     """
 
     def __init__(self, config: RouterConfig, lookup: Lookup | None = None) -> None:
@@ -68,17 +68,17 @@ class Router:
         self.busy = BusyConnections()
 
     def runner(self, close_s: float) -> web.AppRunner:
-        """What runs the application; requests under way have `close_s` seconds at its end."""
+        """Return the application's runner; at shutdown, requests in flight get `close_s` seconds."""
         return web.AppRunner(
             self.app(),
-            handler_cancellation=True,  # or clients that leave are not noticed
+            handler_cancellation=True,  # otherwise disconnected clients go unnoticed
             shutdown_timeout=close_s,
             keepalive_timeout=IDLE_S,
             access_log=None,
         )
 
     def app(self) -> web.Application:
-        """The application."""
+        """Return a new application."""
         app = web.Application(client_max_size=MAX_BODY_BYTES, middlewares=[self.busy.middleware])
         app.cleanup_ctx.append(self._engines_open)
         for kind, path in openai.PATHS.items():
@@ -95,9 +95,9 @@ class Router:
         return app
 
     async def _engines_open(self, _: web.Application) -> AsyncIterator[None]:
-        """The connections to the engines, and a watch on each one's health, while the server runs."""
+        """Connect to the engines, and watch their health, while the server runs."""
         config = self._config
-        # each request has a connection of its own: a kept one may be closing, and a POST is not sent again
+        # one connection per request: a reused one may be closing, and aiohttp does not resend a POST
         connector = aiohttp.TCPConnector(limit=0, force_close=True)
         timeout = aiohttp.ClientTimeout(total=None, sock_connect=config.connect_timeout_s)
         async with aiohttp.ClientSession(
@@ -137,7 +137,7 @@ class Router:
             await asyncio.gather(*watches, return_exceptions=True)
 
     async def _serve(self, kind: Kind, request: web.Request) -> web.StreamResponse:
-        """A completion, from its request to its last byte."""
+        """Answer a completion request, to the last byte."""
 
         async def complete(client: Client, headers: dict[str, str], data: bytes) -> web.StreamResponse:
             asked = openai.take_request_policy(openai.parse(kind, data), self._config.requests)
@@ -163,7 +163,7 @@ class Router:
         return take_marks(asked, self._config.blend, lambda name: self._documents.text_of(name, asked))
 
     async def _post_document(self, request: web.Request) -> web.StreamResponse:
-        """Have an engine compute a document."""
+        """Make an engine compute a posted document."""
 
         async def compute(client: Client, headers: dict[str, str], data: bytes) -> web.StreamResponse:
             document, seconds = await self._documents.read(data, headers)
@@ -177,7 +177,7 @@ class Router:
         await self._dispatcher.answer(request)
 
     async def _compute_later(self, document: PostedDocument, headers: Headers) -> None:
-        """Of an answered prompt's headers, the engines are to know who may ask them."""
+        """Compute a document of an answered prompt, with only the Authorization of its headers."""
         passed = {name: headers[name] for name in ("Authorization",) if name in headers}
         await self._compute(NullClient(), document, passed | {_REQUEST_HEADER: document.id})
 
@@ -195,7 +195,7 @@ class Router:
         return await self._answer(request, forget)
 
     async def _pass_on(self, request: web.Request) -> web.StreamResponse:
-        """What any D answers: the next one is asked where one fails."""
+        """Answer with what a D answers; if it fails, ask the next D."""
 
         async def first(_: Client, headers: dict[str, str], data: bytes) -> web.StreamResponse:
             method, path, limit_s = request.method, request.path, self._config.prefill_timeout_s
@@ -214,7 +214,7 @@ class Router:
         return await self._answer(request, first)
 
     async def _answer(self, request: web.Request, answer: _Answering) -> web.StreamResponse:
-        """What `answer` makes of a client, headers for engines and a body; an error in words, else."""
+        """Call `answer` with the client, headers for engines and the body; turn errors into responses."""
         client, limit_s = Client(request, self._config.idle_timeout_s), self._config.request_timeout_s
         try:
             try:
@@ -225,7 +225,7 @@ class Router:
             except (Refused, Failed) as error:
                 if error.answer is None or client.began:
                     return await client.fail(error.status, str(error))
-                status, body = error.answer  # as it came
+                status, body = error.answer  # passed on unchanged
                 return web.Response(status=status, body=body, content_type="application/json")
             except NoTokens as error:
                 return await client.fail(503, str(error))
@@ -234,8 +234,8 @@ class Router:
             except ClientDisconnected:
                 raise
             except Exception:
-                log.exception("a mistake of the router's own")
-                return await client.fail(500, "the router made a mistake; its log has it")
+                log.exception("internal error in the router")
+                return await client.fail(500, "internal error in the router; see the router's log")
         except ClientDisconnected:
             return web.Response(status=_CLIENT_LEFT)
 
@@ -250,14 +250,14 @@ class Router:
 
 
 def serve(config: RouterConfig) -> None:
-    """Run the router until SIGINT or SIGTERM; requests under way then have a few seconds.
-    Raises ConfigError: it cannot listen on its address."""
+    """Run the router until SIGINT or SIGTERM; requests in flight then get a few seconds.
+    Raises ConfigError if it cannot listen on its address."""
     try:
         listening, url = listen(config.host, config.port)
     except (OSError, OverflowError) as error:
         raise ConfigError(f"host = {config.host!r}, port = {config.port}: {error}") from error
     if not is_loopback(config.host):
-        log.warning("host = %r: other hosts can reach it; it checks no keys itself", config.host)
+        log.warning("host = %r: other hosts can reach the router, which itself checks no keys", config.host)
     most = raise_limit()
     log.info("listening on %s, for %d connections", url, most)
     asyncio.run(_run(Router(config), listening, most))
@@ -278,7 +278,7 @@ async def _run(router: Router, listening: socket.socket, most: int) -> None:
 
 
 def _headers(request: web.Request) -> dict[str, str]:
-    """What engines get of a request's headers. Raises BadRequest: one of them is no text."""
+    """Return the headers to pass to engines. Raises BadRequest if one is not printable text."""
     for name in (*_PASSED_ON, _REQUEST_HEADER):
         value = request.headers.get(name, "")
         if not value.isprintable():

@@ -1,4 +1,4 @@
-"""The client of one request to the router, and the stream that it gets."""
+"""The client of one request to the router, and the stream sent to it."""
 
 from __future__ import annotations
 
@@ -11,16 +11,20 @@ from aiohttp import web
 from kvkit.router import openai
 
 MAX_BODY_BYTES = 64 << 20
-"""The longest request, after it was unpacked."""
+"""Maximum length of a request's body, after decompression."""
 _ENCODINGS = ("identity", "gzip", "deflate")
 
 
 class ClientDisconnected(Exception):
-    """The client has gone, or takes nothing."""
+    """The client disconnected, or did not send or receive in time."""
 
 
 class Client:
-    """The client of one request, and the stream that it gets."""
+    """The client of one request, and the stream sent to it.
+
+    Args:
+        patience_s: timeout of the client's request body, and of each send.
+    """
 
     def __init__(self, request: web.Request, patience_s: float) -> None:
         self._request = request
@@ -30,15 +34,15 @@ class Client:
 
     @property
     def began(self) -> bool:
-        """Whether it has got anything."""
+        """True if the stream to the client has begun."""
         return self._stream is not None
 
     async def read(self) -> bytes:
-        """The body of its request.
+        """Return the body of the request.
 
         Raises:
-            BadRequest: it is too long, or not packed as it says.
-            ClientDisconnected: it does not come.
+            BadRequest: the body is too long, or not encoded as its header states.
+            ClientDisconnected: the body does not arrive in time.
         """
         encoding = self._request.headers.get("Content-Encoding", "identity").lower()
         if encoding not in _ENCODINGS:
@@ -49,10 +53,10 @@ class Client:
         except web.HTTPRequestEntityTooLarge as error:
             raise openai.BadRequest(f"the body is longer than {MAX_BODY_BYTES} bytes", 413) from error
         except web.RequestPayloadError as error:
-            raise openai.BadRequest(f"the body is not packed with {encoding}, or is cut off") from error
+            raise openai.BadRequest(f"the body is not encoded as {encoding}, or is cut off") from error
 
     async def send(self, data: bytes) -> web.StreamResponse:
-        """Events of the stream, which begins with the first."""
+        """Send events; the first begin the stream."""
         async with self._patience():
             if self._stream is None:
                 headers = {"Content-Type": "text/event-stream; charset=utf-8", "Cache-Control": "no-cache"}
@@ -62,12 +66,12 @@ class Client:
             return self._stream
 
     async def end(self, events: bytes = b"") -> web.StreamResponse:
-        """Send the last events of the stream, and that it ends."""
-        self._ended = True  # a deadline may come while they are taken: they are sent by then
+        """Send the last events, and end the stream."""
+        self._ended = True  # set first: if a deadline expires while the client reads, these are already sent
         return await self.send(events + openai.DONE_EVENT)
 
     async def fail(self, status: int, message: str) -> web.StreamResponse:
-        """Say what went wrong: in the stream, where that has begun; nowhere, where that has ended."""
+        """Send an error: in the stream if that has begun, not at all if that has ended."""
         error = openai.error_body(status, message)
         if self._stream is None:
             return web.json_response(error, status=status)
@@ -85,7 +89,7 @@ class Client:
 
 
 class NullClient(Client):
-    """Of a request that the router makes itself, for no stream."""
+    """Client of a request that the router itself makes; there is no stream."""
 
     def __init__(self) -> None:
         self._stream = None

@@ -13,17 +13,17 @@ import typer
 def router(
     prefill: Annotated[
         list[str] | None,
-        typer.Option(help="a prefill engine: [NAME=]URL[,cache=URL][,events=ADDRESS]...; can be repeated"),
+        typer.Option(help="a prefill engine, as [NAME=]URL[,cache=URL][,events=ADDRESS]...; can be repeated"),
     ] = None,
     decode: Annotated[
         list[str] | None,
-        typer.Option(help="a decode engine, as --prefill; with ,handoff=ADDRESS where it takes in KV"),
+        typer.Option(help="a decode engine, as for --prefill; add ,handoff=ADDRESS if it receives KV"),
     ] = None,
     config: Annotated[Path | None, typer.Option(help="a TOML file with these and all other settings")] = None,
     host: Annotated[str | None, typer.Option(help="address to listen on; default: 127.0.0.1")] = None,
     port: Annotated[int | None, typer.Option(help="default: 8000")] = None,
 ) -> None:
-    """Serve OpenAI's API from vLLM engines that prefill and vLLM engines that decode."""
+    """Serve OpenAI's API from vLLM prefill engines and vLLM decode engines."""
     from kvkit.settings import ConfigError
 
     try:

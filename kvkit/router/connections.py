@@ -1,8 +1,8 @@
-"""The router's connections: how many there are, and which give way to a new one.
+"""The router's connections: their limit, and the idle ones that are closed for new ones.
 
-Where there is room for no more, the idle ones that came first give way: sockets that clients hold open
-without a request keep nobody out. asyncio accepts a whole backlog at once instead, however many there are,
-and writes a traceback for each that it has no descriptor for.
+At the limit the oldest idle connections are closed: sockets that clients hold open without a request keep
+nobody out. asyncio itself would accept the whole backlog at once, whatever its size, and write a traceback
+for each connection without a file descriptor.
 """
 
 from __future__ import annotations
@@ -19,28 +19,28 @@ log = logging.getLogger(__name__)
 
 MAX_CONNECTIONS = 16_384
 IDLE_S = 75.0
-"""How long a connection may be idle, or take to send the head of a request."""
+"""Time that a connection may be idle, or take to send the head of a request, in seconds."""
 _OTHERS = 64
-"""Descriptors of other things than requests."""
+"""File descriptors for things other than requests."""
 _OF_REQUEST = 3
-"""Descriptors of a request: its client's, an engine's, and another engine's that is asked what it holds."""
+"""File descriptors per request: for its client, for its engine, and for a lookup in another engine."""
 _AT_ONCE = 16
-"""One in so many connections gives way at once: to look for the idle ones takes time."""
+"""Share of connections (1 in 16) that may be closed at once: the search for idle ones takes time."""
 _PAUSE_S = 0.1
 
 
 def raise_limit() -> int:
-    """Let the process have as many descriptors as it may, and return for how many connections they do."""
+    """Raise the process's limit of file descriptors; return how many connections it allows."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     want = MAX_CONNECTIONS * _OF_REQUEST + _OTHERS
-    if 0 <= soft < want:  # (no limit is negative)
+    if 0 <= soft < want:  # (a negative value means no limit)
         soft = want if hard < 0 else min(want, hard)
         resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
     return MAX_CONNECTIONS if soft < 0 else max(1, min(want, soft) - _OTHERS) // _OF_REQUEST
 
 
 class BusyConnections:
-    """The connections that have a request under way. `middleware` keeps count."""
+    """The connections with a request in flight, recorded by `middleware`."""
 
     def __init__(self) -> None:
         self._busy = set[object]()
@@ -50,7 +50,7 @@ class BusyConnections:
 
     @web.middleware
     async def middleware(self, request: web.Request, handler: Handler) -> web.StreamResponse:
-        """Count a connection while it has a request."""
+        """Record a connection while it has a request."""
         self._busy.add(request.protocol)
         try:
             return await handler(request)
@@ -59,11 +59,11 @@ class BusyConnections:
 
 
 class BoundedSite(web.BaseSite):
-    """Accepts connections one at a time, as many as there is room for. One event loop.
+    """Site that accepts connections one at a time, up to a limit. Lives in one event loop.
 
     Args:
-        listening: a socket that listens.
-        most: connections.
+        listening: listening socket.
+        most: maximum number of connections.
     """
 
     def __init__(
@@ -100,21 +100,21 @@ class BoundedSite(web.BaseSite):
                 accepted, _ = await loop.sock_accept(self._listening)
                 while not self._make_room(server):
                     if not failing:
-                        log.warning("%d connections have requests: no more are accepted for now", self._most)
+                        log.warning("all %d connections have requests: none are accepted for now", self._most)
                     failing = True
                     await asyncio.sleep(_PAUSE_S)
                 await loop.connect_accepted_socket(server, accepted)
                 failing = False
-            except ConnectionError:  # the client is gone already
+            except ConnectionError:  # the client has disconnected
                 continue
-            except OSError as error:  # of descriptors, as a rule: the process is short of them
+            except OSError as error:  # usually the process has no file descriptor left
                 if not failing:
                     log.warning("no connection can be accepted for now: %s", error)
                 failing = True
                 await asyncio.sleep(_PAUSE_S)
 
     def _make_room(self, server: web.Server) -> bool:
-        """Have the first idle connections give way to one that comes; False: all have requests."""
+        """Close the oldest idle connections, if the limit is reached; return whether there is room."""
         there = [connection for connection in server.connections if connection.transport is not None]
         if len(there) < self._most:
             return True

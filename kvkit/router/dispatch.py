@@ -1,4 +1,4 @@
-"""Takes one request to engines, over a P or straight to a D, until one has answered it to the end."""
+"""Dispatch of a request to engines, through a P or straight to a D, until the answer is complete."""
 
 from __future__ import annotations
 
@@ -38,14 +38,14 @@ from kvkit.router.tokens import NoTokens, Tokenizer
 log = logging.getLogger(__name__)
 
 MAX_SESSIONS = 100_000
-"""So many conversations are remembered, with the D that each was at last."""
+"""Maximum number of conversations to remember, each with its last D."""
 
 
 class Failed(Exception):
-    """No engine answers a request.
+    """No engine could answer a request.
 
     Attributes:
-        answer: the last engine's own error, if it had one.
+        answer: the last engine's error response, if it sent one.
     """
 
     def __init__(self, status: int, message: str, answer: EngineAnswer | None = None) -> None:
@@ -56,20 +56,20 @@ class Failed(Exception):
 
 @dataclass(slots=True)
 class RoutedRequest:
-    """One request on its way.
+    """A request in flight.
 
     Attributes:
-        asked: what the client wants.
-        id: in the log, and for the engines.
-        session: the conversation that it belongs to.
-        headers: for the engines.
-        token_ids: of its prompt, where an engine was asked; None: it was not.
-        held: by engine, tokens of the prompt that it can have without computing.
-        failed: engines that have failed it.
-        answer: what there is of a stream.
-        rest: what engines are asked for: `asked`, or what is missing of its answer.
-        prompt_tokens: of `asked`; about, until an engine was asked.
-        can_disaggregate: whether P may compute its prompt.
+        asked: the client's request.
+        id: request id in the log and for the engines.
+        session: name of its conversation.
+        headers: headers for the engines.
+        token_ids: token ids of the prompt, if an engine was asked for them; None: it was not.
+        held: by engine, number of prompt tokens that it need not compute.
+        failed: names of the engines that failed the request.
+        answer: the stream so far.
+        rest: request to the engines: `asked`, or one for the missing part of the answer.
+        prompt_tokens: number of prompt tokens of `asked`; an estimate until an engine was asked.
+        can_disaggregate: True if P may compute the prompt.
     """
 
     client: Client
@@ -91,24 +91,24 @@ class RoutedRequest:
         self.begin()
 
     def begin(self) -> None:
-        """Want the whole answer: nobody has any of it. Mutates."""
+        """Request the whole answer, because the client has none of it. Mutates."""
         self.answer, self.rest = Answer(self.asked), self.asked
 
     @property
     def tokens(self) -> int:
-        """Of the prompt that engines get."""
+        """Number of tokens of the prompt that engines get."""
         return self.prompt_tokens if self.rest.token_ids is None else len(self.rest.token_ids)
 
     def candidate(self, engine: Engine) -> Candidate:
-        """An engine, as it may be chosen for this request."""
+        """Return an engine as a candidate for this request."""
         return engine.candidate(self.held.get(engine.name))
 
 
 class Dispatcher:
-    """What all requests have in common. Lives in one event loop.
+    """Dispatcher of all requests of a router. Lives in one event loop.
 
     Args:
-        lookup: None: nobody is asked what is held.
+        lookup: lookup in an engine; None: there are no lookups.
     """
 
     def __init__(
@@ -130,9 +130,9 @@ class Dispatcher:
         """Answer a request. Mutates `routed`.
 
         Raises:
-            Failed: no engine can.
-            Refused: an engine says that the request is wrong.
-            ClientDisconnected: there is nobody to answer.
+            Failed: no engine can answer.
+            Refused: an engine rejected the request as wrong.
+            ClientDisconnected: the client disconnected, or stopped reading.
         """
         await self._look_up(routed)
         try:
@@ -146,7 +146,7 @@ class Dispatcher:
         return response
 
     async def _rounds(self, routed: RoutedRequest) -> web.StreamResponse:
-        """One attempt after the other, each without the engines that failed before."""
+        """Make one attempt after another, each without the engines that failed before."""
         failure: EngineFailed | None = None
         while True:
             decision = self._decide(routed, failure)
@@ -157,9 +157,7 @@ class Dispatcher:
             log.warning("%s: %s", routed.id, failure)
             self._metrics.failures.labels(failure.engine.name, failure.cause).inc()
             if decision.prefill and failure.cause == "error" and self._left(routed) == [failure.engine]:
-                routed.can_disaggregate = (
-                    False  # what it was handed may be the trouble: it is asked again, without
-                )
+                routed.can_disaggregate = False  # the handoff may be the cause: ask D again without it
             else:
                 routed.failed.add(failure.engine.name)
             if not routed.client.began:
@@ -175,12 +173,12 @@ class Dispatcher:
                     raise Failed(502, f"{failure}; {error}") from failure
 
     def _left(self, routed: RoutedRequest, role: EngineRole = "decode") -> list[Engine]:
-        """The engines of a role that are up and have not failed a request."""
+        """Return the engines of a role that are up and have not failed this request."""
         engines = self._engines.values()
         return [e for e in engines if e.role == role and e.up and e.name not in routed.failed]
 
     async def _look_up(self, routed: RoutedRequest) -> None:
-        """Ask the engines what they hold of the prompt. Mutates `routed`: nothing is known of who is late."""
+        """Look the prompt up in the engines. Mutates `routed`; of late engines, nothing is known."""
         if self._lookup is None or not (routed.can_disaggregate or routed.asked.blends):
             return
         limit_s = self._config.lookup_timeout_s
@@ -193,7 +191,7 @@ class Dispatcher:
             routed.held = await ask_each(up, lambda e: held_tokens(lookup, e, routed.asked, tokens), limit_s)
 
     async def _tokens(self, routed: RoutedRequest) -> tuple[int, ...] | None:
-        """The prompt's tokens; None where no engine says so in time."""
+        """Return the prompt's token ids; None: no engine returned them in time."""
         known = routed.asked.prompt_ids if routed.token_ids is None else routed.token_ids
         if known is not None:
             return known
@@ -205,7 +203,7 @@ class Dispatcher:
             return None
 
     def _decide(self, routed: RoutedRequest, failure: EngineFailed | None) -> Decision:
-        """Where the next attempt goes. Raises Failed: no D is left."""
+        """Choose the engines of the next attempt. Raises Failed if no D is left."""
         decodes = self._left(routed)
         if not decodes:
             raise Failed(
@@ -231,17 +229,17 @@ class Dispatcher:
         return decision
 
     async def _attempt(self, routed: RoutedRequest, decision: Decision) -> web.StreamResponse:
-        """Prefill and decode where it was decided. Raises EngineFailed: one of the two failed."""
+        """Prefill and decode as decided. Raises EngineFailed if an engine failed."""
         decode = self._engines[decision.decode]
         params: Body | None = None
-        # D counts it from now on, or all that P is at work on would go to the same D
+        # D counts the request already during prefill, otherwise all of P's requests would go to the same D
         with decode.working(0 if decision.prefill else decision.new_tokens) as share:
             if decision.prefill:
                 prefill = self._engines[decision.prefill]
                 try:
                     params = await self._prefill(routed, prefill, decode, decision.new_tokens)
-                except Refused as refusal:  # whether the client hears of it is for D to say
-                    log.warning("prefill engine %s refuses: %s", prefill.name, refusal)
+                except Refused as refusal:  # the client gets an error only if D refuses, too
+                    log.warning("prefill engine %s refuses the request: %s", prefill.name, refusal)
                     routed.can_disaggregate = False
                 if params is None:
                     share.tokens = routed.candidate(decode).new_tokens(routed.tokens)
@@ -252,7 +250,7 @@ class Dispatcher:
     async def _prefill(
         self, routed: RoutedRequest, prefill: Engine, decode: Engine, new_tokens: int
     ) -> Body | None:
-        """Have P compute the prompt; what D is to be told about its KV. None: P kept it, and D computes."""
+        """Make P compute the prompt; return the KV transfer parameters for D (None: D must compute it)."""
         asked: Body = {"do_remote_decode": True, "do_remote_prefill": False, "transfer_id": uuid.uuid4().hex}
         if decode.config.handoff is not None:
             asked["handoff"] = decode.config.handoff
@@ -270,17 +268,19 @@ class Dispatcher:
             raise EngineFailed(prefill, "error", words)
         if not given:
             log.warning(
-                "%s: prefill engine %s handed nothing off to %s, which computes the prompt, too; %s",
+                "%s: prefill engine %s handed nothing off to %s, which computes the prompt again; %s",
                 routed.id,
                 prefill.name,
                 decode.name,
-                "its log says why" if decode.config.handoff else f"decode.{decode.name}.handoff is not given",
+                "see the prefill engine's log"
+                if decode.config.handoff
+                else f"decode.{decode.name}.handoff is not given",
             )
             self._metrics.failures.labels(prefill.name, "kept").inc()
         return given or None
 
     async def _whole(self, routed: RoutedRequest, params: Body | None, decode: Engine) -> web.StreamResponse:
-        """An answer that is no stream."""
+        """Return an answer that is not a stream."""
         body = openai.decode_body(routed.rest, params)
         reply = await self._reply(routed, decode, body, self._config.request_timeout_s)
         self._remember(routed, decode)
@@ -288,17 +288,17 @@ class Dispatcher:
         return web.json_response(reply)
 
     async def _reply(self, routed: RoutedRequest, engine: Engine, body: Body, limit_s: float) -> Body:
-        """What an engine answers, whole."""
+        """Return an engine's whole answer."""
         read = partial(openai.read_answer, routed.rest)
         reply = await engine.ask("POST", routed.rest.path, body, routed.headers, limit_s, read)
         if openai.aborted(reply):
-            raise EngineFailed(engine, "aborted", "it gave the request up")
+            raise EngineFailed(engine, "aborted", "it aborted the request")
         return reply
 
     async def _stream(
         self, routed: RoutedRequest, params: Body | None, decode: Engine, share: EngineShare
     ) -> web.StreamResponse:
-        """An answer that is a stream, or what is left of it."""
+        """Stream an answer, or the rest of one, to the client."""
         start, began = _now(), False
         body, limit_s = openai.decode_body(routed.rest, params), self._config.first_token_timeout_s
         async with decode.request("POST", routed.rest.path, body, routed.headers, limit_s) as (
@@ -311,7 +311,7 @@ class Dispatcher:
                     share.tokens = 0
                     self._remember(routed, decode)
                     self._learn(routed, decode, params is not None, _now() - start)
-                deadline.reschedule(None)  # how long the client takes is not the engine's doing
+                deadline.reschedule(None)  # the client's time does not count against the engine
                 await _forward_event(routed, decode, event)
                 deadline.reschedule(_now() + self._config.idle_timeout_s)
         if not routed.answer.finished:
@@ -319,7 +319,7 @@ class Dispatcher:
         return await routed.client.end()
 
     def _learn(self, routed: RoutedRequest, decode: Engine, handed: bool, seconds: float) -> None:
-        """Note how fast D was, where it is known how much was new for it. Mutates `decode`."""
+        """Record D's speed, if the number of tokens new to it is known. Mutates `decode`."""
         self._metrics.seconds.labels("first_event").observe(seconds)
         if routed.held.get(decode.name) is None or routed.asked.blends:
             return
@@ -337,11 +337,13 @@ class Dispatcher:
 
 
 async def _forward_event(routed: RoutedRequest, decode: Engine, event: Body) -> None:
-    """Give the client what it is to have of an event.
+    """Send the client its part of an event.
 
     Raises:
-        EngineFailed: the event says so.
-        Refused: it says that the request is wrong.
+        EngineFailed: the event reports an error or an abort.
+        Refused: the event rejects the request as wrong.
+        Failed: the answer departs from what the client has, or is too long.
+        ClientDisconnected: the client disconnected, or stopped reading.
     """
     error = event.get("error")
     if error is not None:
@@ -350,7 +352,7 @@ async def _forward_event(routed: RoutedRequest, decode: Engine, event: Body) -> 
             raise Refused(code, json.dumps(event).encode())
         raise EngineFailed(decode, "error", str(error))
     if openai.aborted(event):
-        raise EngineFailed(decode, "aborted", "it gave the request up")
+        raise EngineFailed(decode, "aborted", "it aborted the request")
     try:
         shown = routed.answer.take(event)
     except CannotContinue as departed:
@@ -362,7 +364,7 @@ async def _forward_event(routed: RoutedRequest, decode: Engine, event: Body) -> 
 async def _events(
     engine: Engine, asked: ParsedRequest, response: aiohttp.ClientResponse
 ) -> AsyncIterator[Body]:
-    """The events of a stream, to its end. Raises EngineFailed: it breaks off, or is no stream."""
+    """Yield the events of a stream, to its end. Raises EngineFailed if it breaks off or is invalid."""
     parser = openai.EventParser()
     try:
         async for piece in response.content.iter_any():

@@ -1,10 +1,10 @@
-"""/v1/documents: have a document's KV computed before any prompt carries it, and ask whether it is held.
+"""/v1/documents: compute a document's KV before any prompt carries it, and look it up.
 
-    POST   /v1/documents       {"text" | "tokens", "prefix", "model", ...}: an engine computes it; answers as
+    POST   /v1/documents       {"text" | "tokens", "prefix", "model", ...}: computes it; answers as GET does
     GET    /v1/documents/{id}  {"id", "model", "tokens", "prefix_tokens", "held", "engines"}
-    DELETE /v1/documents/{id}  forgets the id and the text; what tiers hold of it they evict as anything else
+    DELETE /v1/documents/{id}  forgets the id and the text; tiers keep its KV until they evict it
 
-An id is made of all that the KV depends on: the same document has the same id after a restart, too.
+An id is a digest of all that the KV depends on, so a document has the same id after a restart.
 """
 
 from __future__ import annotations
@@ -26,14 +26,14 @@ from kvkit.router.tokens import Headers, Recent, Tokenizer
 from kvkit.settings import explain
 
 MAX_KEPT_BYTES = 256 << 20
-"""So much memory documents take that are kept: 64 Mi tokens of long ones."""
+"""Maximum memory for posted documents: 64 Mi tokens of long ones."""
 STORED_S = 5.0
-"""So long engines have to store what was just computed."""
+"""Time that engines have to store what was just computed, in seconds."""
 _PostedToken = Annotated[int, Field(ge=0, lt=2**31, strict=True)]
 
 
 class _DocumentBody(BaseModel):
-    """What a client posts."""
+    """Body of a client's POST."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
     text: str | None = None
@@ -51,12 +51,12 @@ class _DocumentBody(BaseModel):
 
 @dataclass(frozen=True, slots=True)
 class PostedDocument:
-    """A document as it was posted.
+    """A posted document.
 
     Attributes:
-        prefix: tokens that it stands behind, its joint among them.
-        tokens: its own.
-        text: None where it was posted as tokens.
+        prefix: tokens before the document, its joint included.
+        tokens: tokens of the document.
+        text: text of the document; None: it was posted as tokens.
     """
 
     model: str | None
@@ -67,36 +67,36 @@ class PostedDocument:
 
     @property
     def id(self) -> str:
-        """A name that nobody guesses who does not have the document."""
+        """Digest of the document, which cannot be guessed without it."""
         named = json.dumps([self.model, self.salt, list(self.prefix), list(self.tokens), self.text])
         return "doc-" + hashlib.blake2b(named.encode(), digest_size=16).hexdigest()
 
     @property
     def size_bytes(self) -> int:
-        """Memory that is taken to keep it."""
+        """Memory that the document takes."""
         parts = self.model, self.salt, self.prefix, self.tokens, self.text
         return sys.getsizeof(self) + sum(map(sys.getsizeof, parts))
 
     def query(self, wait_s: float = 0.0) -> LookupQuery:
-        """What engines are asked about."""
+        """Return the lookup for the document and its prefix."""
         return LookupQuery((*self.prefix, *self.tokens), self.model, self.salt, wait_s)
 
     @property
     def asked(self) -> ParsedRequest:
-        """The request that has an engine compute it."""
+        """Request that makes an engine compute the document."""
         named = {"model": self.model, "cache_salt": self.salt}
         body = {"prompt": [*self.prefix, *self.tokens], "max_tokens": 1}
         return ParsedRequest("completions", body | {name: value for name, value in named.items() if value})
 
 
 class Documents:
-    """Those that were posted, as many as there is room for. Lives in one event loop.
+    """The documents posted last, as many as fit in memory. Lives in one event loop.
 
     Args:
-        lookup: asks an engine what it holds; None: it is not known.
-        pins: has an engine's tiers hold on to them; None: no engine has kvkit's endpoint.
-        timeout_s: for the engines to answer either.
-        limits: of what requests may want of the engines' caches; None: nothing.
+        lookup: lookup in an engine; None: there are no lookups.
+        pins: kvkit's endpoints, to pin documents in engines' tiers; None: no engine has one.
+        timeout_s: timeout of a lookup or pin.
+        limits: limits on request policies; None: nothing may be pinned.
     """
 
     def __init__(
@@ -117,10 +117,10 @@ class Documents:
         self._known = Recent[PostedDocument](MAX_KEPT_BYTES, lambda document: document.size_bytes)
 
     async def read(self, raw: bytes, headers: Headers) -> tuple[PostedDocument, float | None]:
-        """The document that a client posts, and for how many seconds it is to be pinned.
+        """Parse a posted document; return it, and the seconds to pin it (None: no pin).
 
         Raises:
-            BadRequest: a field is wrong, or the document too short.
+            BadRequest: a field is wrong, or the document is too short.
             NoTokens, Refused: as `Tokenizer.ids`.
         """
         try:
@@ -139,7 +139,7 @@ class Documents:
             tokens = tokens_of(body.tokens or ())
         if len(tokens) < LEAST_TOKENS:
             raise BadRequest(
-                f"{len(tokens)} tokens that do not depend on what stands before them: want {LEAST_TOKENS}"
+                f"{len(tokens)} tokens do not depend on the text before them: want at least {LEAST_TOKENS}"
             )
         before = tokens_of(body.prefix_tokens)
         if body.prefix is not None:
@@ -150,23 +150,23 @@ class Documents:
         return PostedDocument(body.model, body.cache_salt, before, tokens, body.text), body.seconds
 
     def _check_pin(self, seconds: float) -> None:
-        """Refuse to pin for so long, if that is not allowed, or cannot be done."""
+        """Raise BadRequest if a pin of this duration is not allowed or not possible."""
         if self._limits is None:
             raise BadRequest("seconds: this router pins nothing; its settings have no table [requests]")
         if seconds > self._limits.max_keep_s:
             most = self._limits.max_keep_s
             raise BadRequest(f"seconds = {seconds:g}: want at most requests.max_keep_s = {most:g}")
         if self._pins is None:
-            raise BadRequest("seconds: no engine of this router has a cache that could be asked to hold on")
+            raise BadRequest("seconds: no engine of this router has a cache endpoint to pin documents in")
 
     def text_of(self, name: str, asked: ParsedRequest) -> str | None:
-        """The text of a document for a request of the same model and salt; None: there is none."""
+        """Return the text of a document posted for the request's model and salt; None: there is none."""
         found = self._known.get(name)
         same = found is not None and (found.model, found.salt) == (asked.model, asked.salt)
         return found.text if found is not None and same else None
 
     def get(self, name: str) -> PostedDocument:
-        """Raises BadRequest with HTTP status 404: there is none."""
+        """Return a document by id. Raises BadRequest with HTTP status 404 if there is none."""
         found = self._known.get(name)
         if found is None:
             raise BadRequest(
@@ -175,16 +175,16 @@ class Documents:
         return found
 
     def forget(self, name: str) -> Body:
-        """Mutates. Raises as `get`."""
+        """Forget a document; return the answer to DELETE. Mutates. Raises as `get`."""
         self.get(name)
         self._known.pop(name)
         return {"object": "document.deleted", "id": name, "deleted": True}
 
     async def keep(self, document: PostedDocument, seconds: float | None) -> Body:
-        """Remember a document that was computed; what there is to tell of it. Mutates.
+        """Remember a computed document; return the answer to POST. Mutates.
 
         Args:
-            seconds: for so long tiers are to evict none of it; None: they are not asked to.
+            seconds: time to pin the document in tiers; None: no pin.
         """
         self._known.put(document.id, document)
         told = await self.tell(document, STORED_S)
@@ -194,7 +194,7 @@ class Documents:
         return told
 
     async def tell(self, document: PostedDocument, wait_s: float = 0.0) -> Body:
-        """What there is to tell of a document; engines wait for so long for what they are storing of it."""
+        """Return the answer to GET; engines wait up to `wait_s` for pending stores of the document."""
         held = await self._held(document, wait_s)
         return {
             "object": "document",
@@ -207,7 +207,7 @@ class Documents:
         }
 
     async def held(self, document: PostedDocument, wait_s: float = 0.0) -> int | None:
-        """The most tokens of a document that an engine holds; None: it is not known. Args as `tell`."""
+        """Return the most tokens of a document that one engine holds; None: not known. Args as `tell`."""
         return _most(await self._held(document, wait_s))
 
     async def _held(self, document: PostedDocument, wait_s: float) -> dict[str, int | None]:
@@ -218,12 +218,12 @@ class Documents:
     async def _ask(
         self, document: PostedDocument, ask: Callable[[Engine], Awaitable[int | None]], wait_s: float = 0.0
     ) -> dict[str, int | None]:
-        """By engine, how many of a document's tokens it answers."""
+        """Call `ask` for each engine; return its number of tokens without the prefix, by engine."""
         found = await ask_each(self._engines, ask, self._timeout_s + wait_s)
         before = len(document.prefix)
         return {name: None if tokens is None else max(0, tokens - before) for name, tokens in found.items()}
 
 
 def _most(tokens: Mapping[str, int | None]) -> int | None:
-    """The most that one of these has; None: it is not known of any."""
+    """Return the largest number of tokens; None: none is known."""
     return max((n for n in tokens.values() if n is not None), default=None)

@@ -1,4 +1,4 @@
-"""An engine as the router sees it: whether it is up, how busy and how fast it is, and requests to it."""
+"""Engines as the router sees them: health, load, speed, requests and lookups."""
 
 from __future__ import annotations
 
@@ -25,32 +25,32 @@ T = TypeVar("T")
 EngineRole = Literal["prefill", "decode"]
 Cause = Literal["unreachable", "error", "timeout", "cut", "aborted"]
 RETRIED = (408, 429)
-"""HTTP statuses below 500 that say nothing against the request: another engine may take it."""
+"""HTTP statuses below 500 that do not mean a wrong request: another engine may take it."""
 MISSING_ANSWERS = 3
-"""So many questions for its health that time out in a row: the engine is down."""
+"""Number of health checks that time out in a row before an engine counts as down."""
 MAX_ANSWER_BYTES = 64 << 20
-"""The longest answer that is no stream."""
+"""Maximum length of an answer that is not a stream."""
 MAX_ERROR_BYTES = 1 << 20
-"""The longest answer of another HTTP status than 200."""
+"""Maximum length of an answer with an HTTP status other than 200."""
 MAX_LOOKUP_BYTES = 64 << 10
-"""The longest answer of kvkit's HTTP endpoint."""
+"""Maximum length of an answer of kvkit's HTTP endpoint."""
 MAX_MESSAGE_CHARS = 500
-"""So much of what is wrong with an engine is told to clients and the log: it may quote that engine."""
+"""Maximum length of an engine's error in the log and in messages to clients: it may quote the engine."""
 PLAIN = {"Accept-Encoding": "identity"}
-"""Of all requests: what is compressed has no length that could be held against a limit."""
+"""Headers of all requests: the length of a compressed answer cannot be checked against a limit."""
 
 _RANK_HEADER = "X-data-parallel-rank"
-_UNKNOWN = "%s: what engine %s holds is not known"
+_UNKNOWN = "%s: it is not known what engine %s holds"
 _NO_ANSWER = (aiohttp.ClientError, OSError, ConfigError, TopError, ValueError)
 EngineAnswer = tuple[int, bytes]
-"""An error that an engine answered: its HTTP status, 400 to 599, and its JSON object."""
+"""An engine's error response: HTTP status, 400 to 599, and JSON object."""
 
 
 class EngineFailed(RuntimeError):
-    """A request to an engine came to nothing; another engine may do better.
+    """An engine failed a request; another engine may succeed.
 
     Attributes:
-        answer: where it answered with an error of its own.
+        answer: the engine's error response, if it sent one.
     """
 
     def __init__(
@@ -63,7 +63,7 @@ class EngineFailed(RuntimeError):
 
 
 class Refused(RuntimeError):
-    """An engine says that the request is wrong; so would every other."""
+    """An engine rejected a request as wrong; so would every other."""
 
     def __init__(self, status: int, body: bytes) -> None:
         super().__init__(f"HTTP {status}: {_start(body)}")
@@ -76,21 +76,20 @@ class EngineShare:
     """One request's share of an engine's load.
 
     Attributes:
-        tokens: of its prompt, those that the engine is yet to compute.
+        tokens: prompt tokens that the engine has yet to compute.
     """
 
     tokens: int
 
 
 class Engine:
-    """One engine, or one rank of its data parallelism. Lives in one event loop.
+    """An engine, or one of its data parallel ranks. Lives in one event loop.
 
     Args:
-        rank: None: it has one alone.
+        rank: data parallel rank; None: there is only one.
 
     Attributes:
-        up: whether it answered when it was last asked for its health, and no request has failed to reach it
-            since.
+        up: True from a successful health check until the engine is found down or a request cannot reach it.
         prefill, handoff: as in `Candidate`.
     """
 
@@ -114,28 +113,28 @@ class Engine:
         self._settings = settings
         self._session = session
         self._suspected = asyncio.Event()
-        self._deadlines: dict[asyncio.Timeout, None] = {}  # as a set, in the order in which they began
+        self._deadlines: dict[asyncio.Timeout, None] = {}  # an ordered set, oldest first
         self._missing = 0
         self._probed = False
 
     @property
     def requests(self) -> int:
-        """Under way at it."""
+        """Number of requests in flight."""
         return len(self._shares)
 
     @property
     def waiting_tokens(self) -> int:
-        """Of the prompts of its requests, those that it is yet to compute."""
+        """Number of prompt tokens that the engine has yet to compute."""
         return sum(share.tokens for share in self._shares)
 
     def candidate(self, held_tokens: int | None) -> Candidate:
-        """What the choice of engines is made by."""
+        """Return the engine as a candidate for a request."""
         load = self.requests, self.waiting_tokens
         return Candidate(self.name, *load, held_tokens, self.prefill, self.handoff)
 
     @contextmanager
     def working(self, tokens: int) -> Iterator[EngineShare]:
-        """Count a request whose prompt has `tokens` to compute. Mutates."""
+        """Count a request with `tokens` of its prompt to compute, inside the context. Mutates."""
         share = EngineShare(tokens)
         self._shares.add(share)
         try:
@@ -147,14 +146,17 @@ class Engine:
     async def request(
         self, method: str, path: str, body: Body | bytes, headers: Mapping[str, str], timeout_s: float
     ) -> AsyncIterator[tuple[aiohttp.ClientResponse, asyncio.Timeout]]:
-        """The response to a request with a JSON body, written or not, and its deadline, which can be moved.
+        """Send a request with a JSON body; yield the response, and its deadline, which can be moved.
 
-        The connection is cut where the context is left before the response's end: vLLM then stops computing.
+        Leaving the context before the response's end cuts the connection: vLLM then stops computing.
+
+        Args:
+            body: an object to encode, or encoded JSON.
 
         Raises:
-            EngineFailed: it cannot be reached, is late, is found to be down, has an error of its own, or
-                breaks off: from within the context, too.
-            Refused: it says that the request is wrong.
+            EngineFailed: the engine cannot be reached, is late, is found down, answers with an error of its
+                own, or breaks off; also raised from within the context.
+            Refused: the engine rejected the request as wrong.
         """
         try:
             async with asyncio.timeout(timeout_s) as deadline:
@@ -191,10 +193,10 @@ class Engine:
         timeout_s: float,
         read: Callable[[bytes], T],
     ) -> T:
-        """What `read` makes of the whole answer to a request.
+        """Send a request; return what `read` makes of the whole answer.
 
         Raises:
-            EngineFailed: as `request`; also where `read` raises a ValueError.
+            EngineFailed: as `request`; also if the answer is too long or `read` raises ValueError.
             Refused: as `request`.
         """
         async with self.request(method, path, body, headers, timeout_s) as (response, _):
@@ -204,8 +206,8 @@ class Engine:
                 raise EngineFailed(self, "error", str(error)) from error
 
     async def _error(self, response: aiohttp.ClientResponse) -> EngineFailed | Refused:
-        """What an answer of another HTTP status than 200 comes to. Without JSON it says nothing against the
-        request: something else than vLLM answers there."""
+        """Return the error for an answer with an HTTP status other than 200.
+        An answer without JSON does not mean a wrong request, because it is not from vLLM."""
         status, words = response.status, f"HTTP {response.status}"
         try:
             raw = await read_body(response, MAX_ERROR_BYTES)
@@ -220,16 +222,16 @@ class Engine:
         return Refused(*answer)
 
     async def watch(self) -> None:
-        """Ask it for its health for ever, and at once where a request did not get through. Mutates."""
+        """Check the engine's health forever, and at once after a request could not get through. Mutates."""
         while True:
             self._suspected.clear()
             await self.probe()
-            with suppress(TimeoutError):  # `wait_for` of Python 3.11 may lose that it was cancelled
+            with suppress(TimeoutError):  # `wait_for` of Python 3.11 may lose a cancellation
                 async with asyncio.timeout(self._settings.health_interval_s):
                     await self._suspected.wait()
 
     async def probe(self) -> None:
-        """Ask it for its health once. What is under way at an engine that is found down fails. Mutates."""
+        """Check the engine's health once; if it is down, fail its requests in flight. Mutates."""
         wrong, missing = "", MISSING_ANSWERS
         try:
             async with (
@@ -261,7 +263,7 @@ class Engine:
 
 
 async def read_body(response: aiohttp.ClientResponse, limit_bytes: int) -> bytes:
-    """The whole body of a response. Raises ValueError: it is longer than that."""
+    """Return the whole body of a response. Raises ValueError if it is longer than `limit_bytes`."""
     found = bytearray()
     async for piece in response.content.iter_any():
         found += piece
@@ -271,7 +273,7 @@ async def read_body(response: aiohttp.ClientResponse, limit_bytes: int) -> bytes
 
 
 def engines_of(role: EngineRole, settings: RouterConfig, session: aiohttp.ClientSession) -> list[Engine]:
-    """The engines of a role: each rank of data parallelism is one."""
+    """Return the engines of a role; each data parallel rank is one."""
     configs = settings.prefill if role == "prefill" else settings.decode
     return [
         Engine(name, role, config, settings, session, rank)
@@ -281,15 +283,21 @@ def engines_of(role: EngineRole, settings: RouterConfig, session: aiohttp.Client
 
 
 def _start(raw: bytes) -> str:
-    """How a body begins, for a message."""
+    """Return the beginning of a body, for a message."""
     return raw[:200].decode(errors="replace")
 
 
 @dataclass(frozen=True, slots=True)
 class LookupQuery:
-    """What an engine is asked about: a prompt's tokens, and the `model` and cache salt of its request.
-    `wait_s`: how long it may wait for what is being stored. `engine_cache`: whether what vLLM's own cache
-    holds counts, where that is known."""
+    """Arguments of a lookup in an engine.
+
+    Attributes:
+        tokens: token ids of the prompt.
+        model: `model` of the request.
+        salt: cache salt of the request.
+        wait_s: time that the engine may wait for pending stores.
+        engine_cache: whether tokens in vLLM's own cache count, if they are known.
+    """
 
     tokens: Sequence[int]
     model: str | None = None
@@ -299,20 +307,20 @@ class LookupQuery:
 
 
 Lookup = Callable[[Engine, LookupQuery], Awaitable[int | None]]
-"""How many tokens of a prompt, from its beginning, an engine can have without computing; None: not known."""
+"""Lookup in an engine: the number of leading prompt tokens that it need not compute; None: not known."""
 
 
 async def ask_each(
     engines: Sequence[Engine], ask: Callable[[Engine], Awaitable[int | None]], timeout_s: float
 ) -> dict[str, int | None]:
-    """What each engine that is up answers, by its name; None: it is not known in time."""
+    """Call `ask` for each engine that is up; return answers by name (None: not known, failed or late)."""
 
     async def answer(engine: Engine) -> int | None:
         try:
             async with asyncio.timeout(timeout_s):
                 return await ask(engine)
-        except Exception:  # one of its own is none of the request's
-            log.warning("what engine %s holds is not known", engine.name, exc_info=True)
+        except Exception:  # a failed lookup must not fail the request
+            log.warning("it is not known what engine %s holds", engine.name, exc_info=True)
             return None
 
     up = [engine for engine in engines if engine.up]
@@ -320,8 +328,8 @@ async def ask_each(
 
 
 async def held_tokens(lookup: Lookup, engine: Engine, asked: ParsedRequest, ids: Sequence[int]) -> int | None:
-    """How many tokens of a request's prompt an engine can have without computing: from its beginning, and of
-    documents that it is told of. None: not known."""
+    """Return how many tokens of a request's prompt an engine need not compute; None: not known.
+    Leading tokens count, and those of documents sent with the request."""
     documents = list(openai.documents_of(asked, ids))
     texts = [(*before, *ids[start:stop]) for before, start, stop in documents]
     found = [lookup(engine, LookupQuery(ids, asked.model, asked.salt, engine_cache=True))]
@@ -336,7 +344,7 @@ async def held_tokens(lookup: Lookup, engine: Engine, asked: ParsedRequest, ids:
 
 
 class CacheLookup:
-    """Asks kvkit's HTTP endpoint in an engine; one that has none, or does not answer, is not known."""
+    """Lookup in kvkit's HTTP endpoint of an engine; None if there is none or it does not answer."""
 
     def __init__(self, session: aiohttp.ClientSession) -> None:
         self._session = session
@@ -347,19 +355,19 @@ class CacheLookup:
         return await self._tokens_of(engine, "/lookup", query, "hit_tokens", **waits)
 
     async def pin(self, engine: Engine, query: LookupQuery, seconds: float) -> int | None:
-        """Have an engine's tiers evict none of these tokens for so long; how many they hold."""
+        """Pin these tokens in an engine's tiers for `seconds`; return how many they hold."""
         return await self._tokens_of(engine, "/pin", query, "pinned_tokens", seconds=seconds)
 
     async def _tokens_of(
         self, engine: Engine, path: str, query: LookupQuery, name: str, **more: float
     ) -> int | None:
-        """A field of what an engine's endpoint answers."""
+        """Return a field of an endpoint's answer; None: not known."""
         if engine.config.cache is None:
             return None
         body = {"tokens": list(query.tokens), "model": query.model, "cache_salt": query.salt, **more}
         try:
             status, raw = await self._ask(engine, "POST", path, json.dumps(body).encode())
-            if status == 404:  # an adapter, say, of which it has had no request yet
+            if status == 404:  # such as an adapter without a request so far
                 log.info(_UNKNOWN + " for %.80r", engine.config.cache, engine.name, query.model)
                 return None
             if status != 200:
@@ -371,13 +379,13 @@ class CacheLookup:
             return None
 
     async def check(self, engine: Engine, timeout_s: float) -> None:
-        """Say so in the log where an engine's endpoint cannot be asked."""
+        """Log a warning if an engine's endpoint cannot be asked."""
         if engine.config.cache is None:
             return
         try:
             async with asyncio.timeout(timeout_s):
                 status, _ = await self._ask(engine, "GET", "/health")
-            if status in (200, 503):  # 503: a tier is down, and the others can be asked about
+            if status in (200, 503):  # 503: a tier is down, the others work
                 return
             wrong = f"HTTP {status}"
         except _NO_ANSWER as error:
@@ -389,9 +397,9 @@ class CacheLookup:
     async def _ask(
         self, engine: Engine, method: str, path: str, data: bytes | None = None
     ) -> tuple[int, bytes]:
-        """HTTP status and body of an answer of an engine's endpoint; raises one of `_NO_ANSWER`."""
+        """Return HTTP status and body of an endpoint's answer. Raises one of `_NO_ANSWER`."""
         url = engine.config.cache or ""
-        if engine.name not in self._tokens:  # an engine that starts for the first time makes the file
+        if engine.name not in self._tokens:  # read late: an engine creates the file at its first start
             self._tokens[engine.name] = token_for(url, engine.config.token_file)
         headers = {"Authorization": f"Bearer {self._tokens[engine.name]}"}
         async with self._session.request(

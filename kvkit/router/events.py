@@ -1,12 +1,12 @@
-"""Follows engines' KV events, so that what they hold is known without asking.
+"""Subscriptions to engines' KV events, so that lookups need not ask the engines.
 
-vLLM's publisher numbers its batches from 0 and keeps the last ones for who missed some. Where a number does
-not follow on the last, the missing ones are asked for. Where they are not to be had, or an earlier number now
-is another batch's, as of an engine that was started anew, all that is known of the engine is forgotten; kvkit
-tells it again in time. So it is where the connection broke: numbers of an engine that was started anew may
-go on as if it had not been.
+vLLM's publisher numbers its batches from 0 and keeps the last ones for subscribers that missed some. If a
+number does not follow the last one, the missing batches are replayed. If they are no longer kept, or a number
+now belongs to another batch (the engine was restarted), the engine's index is cleared; kvkit reports its
+contents again in time. A broken connection needs the same check, because the numbers of a restarted engine
+may continue those from before; without `replay`, the index is cleared.
 
-Whatever an engine sends takes bounded memory, and requests do not wait while it is read.
+Memory is bounded whatever an engine sends, and requests do not wait while it is read.
 """
 
 from __future__ import annotations
@@ -30,24 +30,24 @@ from kvkit.router.settings import RouterConfig
 log = logging.getLogger(__name__)
 
 MAX_BATCH_BYTES = 16 << 20
-"""The longest message; a publisher that sends a longer one is disconnected."""
+"""Maximum length of a message; a publisher that sends a longer one is disconnected."""
 MAX_EVENTS = 1 << 16
-"""Of one batch; one of more is not understood."""
+"""Maximum number of events in a batch; a larger batch cannot be decoded."""
 MAX_REPLAY_S = 30.0
-"""So long it may take to have what was missed. After that it goes on from there the next time."""
+"""Maximum time of a replay, in seconds; the next replay continues where it stopped."""
 _WAITING = 8
-"""Messages of one socket that wait here. More wait at the engine: vLLM's publisher keeps 100,000."""
+"""Maximum number of messages that wait here, per socket. vLLM's publisher keeps 100,000 more."""
 _REMEMBERED = 10_000
-"""Batches that are told from others of the same number, such as an engine's that was started anew."""
+"""Last batches that are remembered, to detect another batch of the same number after a restart."""
 _AT_ONCE = 1024
-"""Blocks and events that are taken before requests have their turn."""
+"""Blocks and events to process before requests may run."""
 _NUMBER_BYTES = 8
 _END = (-1).to_bytes(_NUMBER_BYTES, "big", signed=True)
 T = TypeVar("T")
 
 
 class KVEventBatch(msgspec.Struct, Generic[T], array_like=True):
-    """What one step of an engine tells."""
+    """KV events of one step of an engine."""
 
     ts: float
     events: Annotated[list[T], msgspec.Meta(max_length=MAX_EVENTS)]
@@ -58,13 +58,13 @@ _events = msgspec.msgpack.Decoder(KVEvent)
 
 
 class EventSubscriber:
-    """Keeps the index of one engine. Lives in one event loop.
+    """Subscriber that keeps the index of one engine. Lives in one event loop.
 
     Args:
-        engine: whose `events`, and `replay` if it has one, are configured.
+        engine: engine with `events` configured, and `replay` if it has one.
 
     Attributes:
-        index: what it holds.
+        index: blocks that the engine holds.
         current: whether the index was up to date a moment ago.
     """
 
@@ -74,11 +74,11 @@ class EventSubscriber:
         self._engine = engine
         self._interval_s = config.health_interval_s
         self._timeout_s = config.lookup_timeout_s
-        self._next = 0  # the next batch's number
-        self._taken: OrderedDict[int, int] = OrderedDict()  # digests of the last ones, by number
+        self._next = 0  # number of the next batch
+        self._taken: OrderedDict[int, int] = OrderedDict()  # digests of the last batches, by number
 
     async def run(self) -> None:
-        """Follow it for ever."""
+        """Follow the engine's events forever."""
         try:
             with closing(_socket(zmq.SUB)) as socket, _monitored(socket) as breaks:
                 socket.subscribe(b"")
@@ -95,12 +95,12 @@ class EventSubscriber:
                     if len(frames) == 3 and len(frames[1]) == _NUMBER_BYTES:
                         await self._receive(int.from_bytes(frames[1], "big"), frames[2])
         except Exception:
-            log.exception("KV events of engine %s are followed no more", self._engine.name)
+            log.exception("stopped following the KV events of engine %s", self._engine.name)
         finally:
             self.current = False
 
     def tokens(self, query: LookupQuery) -> tuple[int, bool] | None:
-        """How many tokens it is known to hold, and whether it holds no more; None: nothing is known."""
+        """Return how many tokens the engine is known to hold, and if that is all; None: nothing is known."""
         if not self.current:
             return None
         held = self.index.tokens(query.tokens, query.model, query.salt, engine_cache=query.engine_cache)
@@ -119,13 +119,13 @@ class EventSubscriber:
         return self._taken.get(number) == hash(batch)
 
     async def _take(self, number: int, batch: bytes) -> bool:
-        """Note a batch; False: it does not follow on the last one."""
+        """Apply a batch; return False if it does not follow the last one."""
         if number != self._next:
             return False
         try:
             await self._note(batch)
         except (msgspec.MsgspecError, ValueError, RecursionError) as error:
-            log.warning("KV events of engine %s are not understood: %s", self._engine.name, error)
+            log.warning("cannot read KV events of engine %s: %s", self._engine.name, error)
             self.index.forget()
         self._next = number + 1
         self._taken[number] = hash(batch)
@@ -134,7 +134,7 @@ class EventSubscriber:
         return True
 
     async def _note(self, batch: bytes) -> None:
-        """Note what a batch says, some of it after the other: requests do not wait for all of it."""
+        """Apply the events of a batch in steps, so that requests do not wait for all of them."""
         noted = 0
         for raw in _batches.decode(batch).events:
             for blocks in chain((1,), self.index.steps(_events.decode(raw))):
@@ -144,7 +144,7 @@ class EventSubscriber:
                     await asyncio.sleep(0)
 
     async def _catch_up(self) -> None:
-        """Take what was missed, if anything was, and see that it is still the same engine."""
+        """Replay missed batches, and check that the engine was not restarted."""
         if self._engine.config.replay is None:
             self.current = self.current and self._engine.up
             return
@@ -160,18 +160,18 @@ class EventSubscriber:
         self._forget(number)
 
     def _forget(self, number: int) -> None:
-        """Know nothing of what came before a batch."""
+        """Clear the index; batch `number` is the next one."""
         self.index.forget()
         self.current = False
         self._next = number
         self._taken.clear()
 
     async def _replay(self, until: float) -> bool | None:
-        """Take the batches that the engine still has, from the last one that is known on.
+        """Apply the batches that the engine still has, from the last known one on.
 
         Returns:
-            whether it is to be asked once more: it was started anew, or was faster than what it sent was
-            read, and left some out. None: it does not come to an end.
+            True: another replay is needed, because the engine was restarted, or was faster than this reader
+            and left some out. False: the index is up to date. None: the replay did not end in time.
         """
         first, same, moved = max(0, self._next - 1), not self._next, False
         with closing(_socket(zmq.DEALER)) as socket:
@@ -182,7 +182,7 @@ class EventSubscriber:
                 if len(frames) == 4 and len(frames[2]) == _NUMBER_BYTES:
                     number, batch = int.from_bytes(frames[2], "big"), frames[3]
                     if not same and not self._is_taken(number, batch):
-                        log.info("engine %s was started anew, or KV events of it are lost", self._engine.name)
+                        log.info("engine %s was restarted, or lost KV events", self._engine.name)
                         self._forget(0)
                         return True
                     same = True
@@ -209,7 +209,7 @@ def _socket(kind: int) -> zmq.asyncio.Socket:
 
 @contextmanager
 def _monitored(socket: zmq.asyncio.Socket) -> Iterator[zmq.asyncio.Socket]:
-    """A socket that has a message for each time that a connection of `socket` breaks."""
+    """Yield a socket that gets a message each time a connection of `socket` breaks."""
     breaks = socket.get_monitor_socket(zmq.EVENT_DISCONNECTED)
     try:
         yield breaks
@@ -219,11 +219,11 @@ def _monitored(socket: zmq.asyncio.Socket) -> Iterator[zmq.asyncio.Socket]:
 
 
 class EventLookup:
-    """A `Lookup` that knows of engines by their KV events, and asks those of which these do not say it all.
+    """A `Lookup` in the engines' KV events; if these are incomplete, it asks the engine.
 
     Args:
-        followers: by the engine's name.
-        ask: None: nobody can be asked.
+        followers: subscribers by engine name.
+        ask: lookup that asks the engine; None: engines cannot be asked.
     """
 
     def __init__(self, followers: Mapping[str, EventSubscriber], ask: Lookup | None) -> None:

@@ -1,4 +1,4 @@
-"""What one engine holds, as its KV events say: which blocks follow which, and in which places they are."""
+"""Index of what one engine holds, from its KV events: the blocks, their predecessors and their places."""
 
 from __future__ import annotations
 
@@ -15,34 +15,34 @@ from kvkit.format.keys import as_tokens
 
 BlockHash = int | bytes
 MAX_INDEX_BYTES = 1 << 30
-"""Remembered of one engine: some 64 Mi tokens in blocks of 16. Of later blocks it is asked."""
+"""Maximum memory of one engine's index: some 64 Mi tokens in blocks of 16; later ones are left out."""
 MAX_EVENT_BLOCKS = 1 << 17
 MAX_EVENT_TOKENS = 1 << 21
-"""Of one event; with more it is not understood."""
+"""Maximum number of tokens in one event; a larger event cannot be decoded."""
 MAX_PLACES = 16
-"""Media and tiers of vLLM's own cache, and of kvkit's tiers, that are told apart."""
+"""Maximum number of places (media and tiers) in vLLM's own cache, and likewise in kvkit's tiers."""
 MAX_BLOCK_SIZES = 4
 _MAX_BLOCK_TOKENS = 1 << 16
 _AT_ONCE = 1024
-"""Blocks of an event that are taken in one go, of `_TOKENS_AT_ONCE` tokens at most."""
+"""Blocks of an event in one step, of `_TOKENS_AT_ONCE` tokens at most."""
 _TOKENS_AT_ONCE = 1 << 14
 _SPARE = 1 << 12
-"""Blocks that are gone, before they are forgotten: they may come back."""
+"""Removed blocks that the index keeps, because they may come back."""
 _SWEPT = 4 * _AT_ONCE
 _MAX_KEYS = 64
 _INT_BYTES = 48
-"""What a digest takes of memory, besides the table that it is in."""
+"""Memory of a digest, besides its table."""
 _Before = int | tuple[str | None, str]
-"""What a block follows: another, or the adapter and cache salt of a prompt that begins with it."""
+"""Predecessor of a block: another block, or the adapter and cache salt if it begins a prompt."""
 _Hashes = Annotated[list[BlockHash], msgspec.Meta(max_length=MAX_EVENT_BLOCKS)]
 _texts = msgspec.msgpack.Decoder(Annotated[list[str], msgspec.Meta(max_length=_MAX_KEYS)] | None)
 
 
 class StoredBlocks(msgspec.Struct, tag="BlockStored"):
-    """vLLM's event, as far as it is used.
+    """vLLM's event of stored blocks, without unused fields.
 
     Attributes:
-        extra_keys: of each block, as they came: what an engine nests there would take much memory.
+        extra_keys: extra keys of each block, not decoded: nested values could take much memory.
     """
 
     block_hashes: _Hashes
@@ -57,11 +57,13 @@ class StoredBlocks(msgspec.Struct, tag="BlockStored"):
 
 
 class RemovedBlocks(msgspec.Struct, tag="BlockRemoved"):
-    """vLLM's event, as far as it is used; with one of the last two fields, kvkit's, which removes nothing.
+    """vLLM's event of removed blocks, without unused fields.
+
+    With one of the last two fields it is an event of kvkit, and removes nothing.
 
     Attributes:
-        again: whether the engine tells from here on all that its tiers hold, once more.
-        complete: as in `ClearedBlocks`, for who has heard all of that.
+        again: whether the engine from here on reports all that its tiers hold, once more.
+        complete: as in `ClearedBlocks`, for subscribers that have received all of that report.
     """
 
     block_hashes: _Hashes
@@ -73,10 +75,10 @@ class RemovedBlocks(msgspec.Struct, tag="BlockRemoved"):
 
 
 class ClearedBlocks(msgspec.Struct, tag="AllBlocksCleared"):
-    """vLLM's event, of its own cache; with `complete`, kvkit's, of its tiers.
+    """vLLM's event that its own cache was cleared; with `complete`, kvkit's event for its tiers.
 
     Attributes:
-        complete: whether the engine has told, or will, all that its tiers hold.
+        complete: whether the engine has reported, or will report, all that its tiers hold.
     """
 
     complete: bool | None = None
@@ -89,8 +91,8 @@ class _Held:
     """The blocks in vLLM's own cache, or in kvkit's tiers.
 
     Attributes:
-        places: where each block is, a bit for each medium and tier.
-        bits: by a digest of medium and tier.
+        places: places of each block, a bit for each medium and tier.
+        bits: bit of each place, by a digest of medium and tier.
     """
 
     def __init__(self) -> None:
@@ -99,47 +101,46 @@ class _Held:
 
 
 class BlockIndex:
-    """Blocks by what they follow, in whatever order they are told. However long names are, a block takes the
-    same memory.
+    """Blocks by predecessor; events may come in any order. Each block takes the same memory.
 
-    A tier of kvkit is told from vLLM's own cache by `ownership`.
+    Events of kvkit's tiers have an `ownership`, those of vLLM's own cache have none.
 
     Attributes:
-        complete: whether nothing is in the tiers but what is here.
+        complete: True if the index has all that the tiers hold.
     """
 
     def __init__(self) -> None:
         self.forget()
 
     def forget(self) -> None:
-        """Know of nothing. Mutates."""
+        """Clear the index. Mutates."""
         self.complete = False
-        self._hears_all = False  # since all that is held was begun to be told
-        self._blocks: dict[int, int] = {}  # by a digest of what they follow and of their tokens
-        self._leaving: dict[int, int] = {}  # of `_blocks`, those that are yet to be looked at
+        self._hears_all = False  # since the engine began a report of all that its tiers hold
+        self._blocks: dict[int, int] = {}  # by a digest of predecessor and tokens
+        self._leaving: dict[int, int] = {}  # blocks that the sweep has yet to check
         self._own, self._tiers = _Held(), _Held()
         self._sizes: set[int] = set()
         self._adapters: set[int] = set()
-        self._whole = True  # one group of layers: a block of vLLM's own is one of all layers
+        self._whole = True  # one group of layers: a block in vLLM's own cache has all layers
 
     @property
     def size_bytes(self) -> int:
-        """Memory that is taken, about."""
+        """Approximate memory of the index."""
         named = self._blocks, self._leaving
         tables = *named, self._own.places, self._tiers.places, self._adapters
         digests = sum(map(len, tables)) + sum(map(len, named))
         return sum(map(sys.getsizeof, tables)) + digests * _INT_BYTES
 
     def take(self, event: KVEvent) -> None:
-        """Note what an event says. Mutates. Raises as `steps`."""
+        """Apply an event. Mutates. Raises as `steps`."""
         for _ in self.steps(event):
             pass
 
     def steps(self, event: KVEvent) -> Iterator[int]:
-        """Note what an event says, in steps; yields after each how many blocks take as long. Mutates.
+        """Apply an event in steps; yield the work of each step, in blocks. Mutates.
 
         Raises:
-            ValueError: its tokens are none.
+            ValueError: the event has an invalid token id.
         """
         if isinstance(event, ClearedBlocks):
             self._clear(event.complete)
@@ -151,11 +152,11 @@ class BlockIndex:
             yield from self._remove(event)
 
     def tokens(self, tokens: Sequence[int], model: str | None, salt: str, *, engine_cache: bool) -> int:
-        """How many of `tokens`, from the first on, are held, in whole blocks.
+        """Return how many leading tokens are held, in whole blocks.
 
         Args:
-            model: as requests name it; one that no event has named is the base model.
-            engine_cache: whether what vLLM's own cache holds counts.
+            model: model name of the request; without an event of that name it is the base model.
+            engine_cache: whether blocks in vLLM's own cache count.
         """
         ids, most = as_tokens(tokens), 0
         tiers = self._tiers.places
@@ -174,11 +175,11 @@ class BlockIndex:
         return most
 
     def says_all(self, tokens: Sequence[int], held: int) -> bool:
-        """Whether no more than `held` of `tokens` can be held."""
+        """Return whether the engine can hold no more than `held` of `tokens`."""
         return self.complete or len(tokens) - held < min(self._sizes, default=0)
 
     def _clear(self, complete: bool | None) -> None:
-        """Forget what is in vLLM's cache, or (`complete` is given) in the tiers."""
+        """Clear vLLM's cache, or the tiers if `complete` is given."""
         if complete is None:
             self._own = _Held()
         else:
@@ -188,7 +189,7 @@ class BlockIndex:
     def _add(self, event: StoredBlocks) -> Iterator[int]:
         size, count = event.block_size, _text_blocks(event)
         if len(event.block_hashes) * size != len(event.token_ids):
-            return  # with gaps
+            return  # the event's blocks have gaps
         before: _Before = (event.lora_name, _salt(event))
         if event.parent_block_hash is not None:
             before = hash(event.parent_block_hash)
@@ -209,7 +210,7 @@ class BlockIndex:
             yield max(len(blocks), len(ids) * _AT_ONCE // _TOKENS_AT_ONCE)
 
     def _bit(self, event: StoredBlocks, held: _Held) -> int | None:
-        """What stands for the place of an event's blocks. None: there is no room for them."""
+        """Return the bit for the place of an event's blocks; None: there is no room for them. Mutates."""
         place = hash((event.medium, event.ownership))
         known = event.block_size in self._sizes or len(self._sizes) < MAX_BLOCK_SIZES
         if not known or (place not in held.bits and len(held.bits) == MAX_PLACES):
@@ -236,7 +237,7 @@ class BlockIndex:
             yield len(blocks)
 
     def _sweep(self) -> None:
-        """Forget blocks that are held nowhere once they are many, a few of them in each step."""
+        """Forget blocks that are held nowhere, once there are many, a few in each step."""
         own, tiers = self._own.places, self._tiers.places
         if not self._leaving:
             if len(self._blocks) <= 2 * (len(own) + len(tiers)) + _SPARE:
@@ -247,31 +248,31 @@ class BlockIndex:
             if name in own or name in tiers:
                 self._blocks.setdefault(key, name)
         if not self._leaving:
-            self._leaving = {}  # without the room that it had
+            self._leaving = {}  # a new dict, to release its memory
 
 
 def _pieces(ids: NDArray[np.int32], size: int) -> Iterator[int]:
-    """A digest of the tokens of each whole block."""
+    """Yield a digest of the tokens of each whole block."""
     for stop in range(size, len(ids) + 1, size):
         yield xxh3_64_intdigest(ids[stop - size : stop].tobytes())
 
 
 def _salt(event: StoredBlocks) -> str:
-    """The cache salt among the extra keys of a prompt's first block."""
+    """Return the cache salt from the extra keys of a prompt's first block."""
     texts = _texts_of(event.extra_keys[0]) if event.extra_keys else None
     adapter = event.lora_name is not None and texts is not None and texts[:1] == [event.lora_name]
     return "".join((texts or [])[adapter:])
 
 
 def _text_blocks(event: StoredBlocks) -> int:
-    """How many blocks come before the first that has more than tokens in it, such as an image."""
+    """Return the number of blocks before the first with more than tokens, such as an image."""
     keys = enumerate(event.extra_keys or ())
     first = next((i for i, raw in keys if _texts_of(raw) is None), None)
     return len(event.block_hashes) if first is None else min(first, len(event.block_hashes))
 
 
 def _texts_of(raw: msgspec.Raw) -> list[str] | None:
-    """The extra keys of a block; None: there is another than a text among them."""
+    """Decode the extra keys of a block; None: not all of them are texts."""
     try:
         return _texts.decode(raw) or []
     except msgspec.ValidationError:

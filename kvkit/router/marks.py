@@ -1,7 +1,7 @@
-"""What a client marks as documents in its prompt, and how it wants them blended: plain functions.
+"""Documents that a client marks in its prompt, and its blend options: pure functions.
 
-A document is a content part {"type": "document", "text": ...} of a chat's message, or what stands between two
-marks in a text. Engines get the same request with a text in place of either.
+A document is a content part {"type": "document", "text": ...} of a chat message, or a text between two marks.
+Engines get the same request with plain text in place of either.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from kvkit.router.openai import BadRequest, Body, ParsedRequest, shown
 from kvkit.router.settings import BlendLimits
 
 MAX_DOCUMENTS = 256
-"""So many documents one request may have."""
+"""Maximum number of documents in one request."""
 _FIELDS = ("ratio", "method", "prefix", "documents")
 _SYSTEM = ("system", "developer")
 
@@ -26,9 +26,9 @@ class DelimitedDocuments:
     """The documents of a prompt.
 
     Attributes:
-        texts: as they stand in it, one after the other; none is empty.
-        behind: what they were computed behind: the first messages of a chat, or the beginning of a text.
-            None: nothing, or so many token ids as `ParsedRequest.blend` says.
+        texts: texts of the documents, in the order of the prompt; none is empty.
+        behind: prefix that they were computed behind: the first messages of a chat, or the beginning of a
+            text. None: no prefix, or one of token ids, with its length in `ParsedRequest.blend`.
     """
 
     texts: tuple[str, ...] = ()
@@ -38,14 +38,14 @@ class DelimitedDocuments:
 def take_marks(
     asked: ParsedRequest, limits: BlendLimits | None, text_of: Callable[[str], str | None]
 ) -> tuple[ParsedRequest, DelimitedDocuments]:
-    """`asked` as an engine takes it, and what was marked in it. `ParsedRequest.blend` is the client's own.
+    """Return `asked` without marks and with the client's blend options in `blend`, and its documents.
 
     Args:
-        limits: None: nothing is blended.
-        text_of: of a document that was posted, by its id; None: there is none.
+        limits: limits on blending; None: nothing is blended.
+        text_of: function that returns the text of a posted document by id; None: there is none.
 
     Raises:
-        BadRequest: marks or content parts are wrong, a wish is none or not allowed.
+        BadRequest: marks, content parts or blend options are wrong or not allowed.
     """
     body = {name: value for name, value in asked.body.items() if name != "blend"}
     given = asked.body.get("blend")
@@ -82,8 +82,8 @@ def _take_of_message(
     text_of: Callable[[str], str | None],
     texts: list[str],
 ) -> Mapping[str, Any]:
-    """A message with texts in place of documents, which are added to `texts`. An answer has no marks: what a
-    model says means nothing here."""
+    """Replace the documents of a message with plain text, and append their texts to `texts`.
+    Marks in an assistant's message do not count: the text is a model's."""
     content = message.get("content")
     marks = None if limits is None or message.get("role") == "assistant" else limits.marks
     if isinstance(content, str) and marks is not None:
@@ -106,7 +106,7 @@ def _take_of_message(
 
 
 def _text_of(part: Body, where: str, text_of: Callable[[str], str | None]) -> str:
-    """The text of a document's content part."""
+    """Return the text of a document's content part."""
     text, name = part.get("text"), part.get("id")
     if isinstance(text, str) and name is None:
         return text
@@ -114,12 +114,12 @@ def _text_of(part: Body, where: str, text_of: Callable[[str], str | None]) -> st
         raise BadRequest(f"{where}: want the document's text, or the id of one that was posted")
     found = text_of(name)
     if found is None:
-        raise BadRequest(f"{where}.id = {shown(name)}: no text was posted under it for this model and salt")
+        raise BadRequest(f"{where}.id = {shown(name)}: no text was posted with this id, model and salt")
     return found
 
 
 def _take_of_prompt(prompt: Any, marks: tuple[str, str], texts: list[str]) -> Any:
-    """A completion's prompt without marks; what they enclose is added to `texts`."""
+    """Return a completion's prompt without marks; append the marked texts to `texts`."""
     if isinstance(prompt, str):
         return _take_out(prompt, marks, "prompt", texts)
     for text in prompt if isinstance(prompt, list) else ():
@@ -129,7 +129,7 @@ def _take_of_prompt(prompt: Any, marks: tuple[str, str], texts: list[str]) -> An
 
 
 def _take_out(text: str, marks: tuple[str, str], where: str, texts: list[str]) -> str:
-    """`text` without marks; what they enclose is added to `texts`."""
+    """Return `text` without marks; append the marked texts to `texts`."""
     begin, end = marks
     pieces = re.split(f"({re.escape(begin)}|{re.escape(end)})", text)
     inside = False
@@ -147,7 +147,7 @@ def _take_out(text: str, marks: tuple[str, str], where: str, texts: list[str]) -
 
 
 def _told(wish: Body, asked: ParsedRequest, limits: BlendLimits) -> Body:
-    """What an engine is told of a client's wish, but for documents that are marked."""
+    """Check the client's blend options; return those for the engine, without marked documents."""
     for name in wish:
         if name not in _FIELDS:
             raise BadRequest(f"blend.{name}: unknown; want some of {', '.join(_FIELDS)}")
@@ -168,13 +168,13 @@ def _told(wish: Body, asked: ParsedRequest, limits: BlendLimits) -> Body:
     if ids is not None and wish.get("prefix") is not None:
         most = spans[0][0] if spans else len(ids)
         if type(wish["prefix"]) is not int or not 0 <= wish["prefix"] <= most:
-            raise BadRequest(f"blend.prefix = {shown(wish['prefix'])}: want so many tokens, 0 to {most}")
+            raise BadRequest(f"blend.prefix = {shown(wish['prefix'])}: want a number of tokens, 0 to {most}")
         told["prefix"] = wish["prefix"]
     return told
 
 
 def _are_spans(spans: Any, tokens: int) -> bool:
-    """Whether these are spans of so many tokens."""
+    """Return whether these are spans within `tokens` tokens, in order and without overlap."""
     if not isinstance(spans, list) or not 0 < len(spans) <= MAX_DOCUMENTS:
         return False
     pairs = all(isinstance(span, list) and len(span) == 2 for span in spans)
@@ -185,7 +185,7 @@ def _are_spans(spans: Any, tokens: int) -> bool:
 
 
 def _behind(wish: Body, asked: ParsedRequest) -> list[Body] | str | None:
-    """What the documents of a text were computed behind."""
+    """Return the prefix that the documents of a text were computed behind."""
     prefix = wish.get("prefix")
     if prefix is None or asked.prompt_ids is not None:
         return None

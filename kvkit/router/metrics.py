@@ -1,18 +1,18 @@
-"""What the router counts, for Prometheus.
+"""Metrics of the router, for Prometheus.
 
 | metric | labels | meaning |
 |---|---|---|
-| kvkit_router_requests_total | decode, prefill, reason | requests by way; no prefill: D computes it |
-| kvkit_router_answers_total | status | answers by HTTP status; 499: the client left |
+| kvkit_router_requests_total | decode, prefill, reason | attempts by route; no prefill: D prefills |
+| kvkit_router_answers_total | status | answers by HTTP status; 499: the client disconnected |
 | kvkit_router_failures_total | engine, cause | unreachable, error, timeout, cut, aborted, kept (by P) |
-| kvkit_router_takeovers_total | outcome | streams whose engine broke off: continued or failed |
-| kvkit_router_prompt_tokens_total | | tokens of prompts; about, where no engine was asked |
-| kvkit_router_new_tokens_total | computed | of them, those to be computed, by prefill or decode |
+| kvkit_router_takeovers_total | outcome | streams that broke off: continued by another engine, or failed |
+| kvkit_router_prompt_tokens_total | | prompt tokens; an estimate where no engine was asked |
+| kvkit_router_new_tokens_total | computed | prompt tokens to compute, by prefill or decode |
 | kvkit_router_seconds | phase | histogram: lookup, prefill, first_event (of D), total |
 | kvkit_router_first_uses_total | outcome | documents of answered prompts: computed, held, failed, left_out |
-| kvkit_router_engine_up | engine, role | 1 while it is given requests, else 0 |
-| kvkit_router_engine_requests | engine, role | under way |
-| kvkit_router_engine_tokens_per_second | engine, kind | measured: prefill (of prompts), handoff |
+| kvkit_router_engine_up | engine, role | 1 while the engine gets requests, else 0 |
+| kvkit_router_engine_requests | engine, role | requests in flight |
+| kvkit_router_engine_tokens_per_second | engine, kind | measured speed: prefill (of prompts), handoff |
 """
 
 from __future__ import annotations
@@ -39,12 +39,12 @@ class RouterMetrics:
         def counter(name: str, text: str, *labels: str) -> Counter:
             return Counter(f"kvkit_router_{name}", text, labels, registry=self.registry)
 
-        self.requests = counter("requests", "Requests by way", "decode", "prefill", "reason")
+        self.requests = counter("requests", "Requests by route", "decode", "prefill", "reason")
         self.answers = counter("answers", "Answers by status", "status")
         self.failures = counter("failures", "Requests that an engine failed", "engine", "cause")
-        self.takeovers = counter("takeovers", "Streams whose engine failed", "outcome")
-        self.prompt_tokens = counter("prompt_tokens", "Tokens of prompts")
-        self.new_tokens = counter("new_tokens", "Tokens to be computed", "computed")
+        self.takeovers = counter("takeovers", "Streams that broke off", "outcome")
+        self.prompt_tokens = counter("prompt_tokens", "Prompt tokens")
+        self.new_tokens = counter("new_tokens", "Prompt tokens to compute", "computed")
         self.first_uses = counter("first_uses", "Documents of answered prompts", "outcome")
         self.seconds = Histogram(
             "kvkit_router_seconds", "Time by phase", ("phase",), buckets=_SECONDS, registry=self.registry
@@ -58,7 +58,7 @@ class _Engines(Collector):
     def collect(self) -> Iterator[Metric]:
         up = GaugeMetricFamily("kvkit_router_engine_up", "1 while used", labels=("engine", "role"))
         requests = GaugeMetricFamily(
-            "kvkit_router_engine_requests", "Requests under way", labels=("engine", "role")
+            "kvkit_router_engine_requests", "Requests in flight", labels=("engine", "role")
         )
         speeds = GaugeMetricFamily(
             "kvkit_router_engine_tokens_per_second", "Measured speed", labels=("engine", "kind")

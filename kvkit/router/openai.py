@@ -1,4 +1,4 @@
-"""The OpenAI wire format as vLLM speaks it: what a request asks for, what P and D are sent and answer."""
+"""OpenAI's wire format as vLLM uses it: client requests, requests to P and D, and their answers."""
 
 from __future__ import annotations
 
@@ -20,16 +20,16 @@ Kind = Literal["completions", "chat"]
 Body = dict[str, Any]
 PATHS: dict[Kind, str] = {"completions": "/v1/completions", "chat": "/v1/chat/completions"}
 MAX_EVENT_BYTES = 16 << 20
-"""The longest event of a stream: the first may carry the token ids of the whole prompt."""
+"""Maximum length of a stream's event: the first may carry the token ids of the whole prompt."""
 MAX_DEPTH = 100
-"""So many objects and lists within each other; deeper JSON is refused, as to write it takes a deep stack."""
+"""Maximum nesting of objects and lists; deeper JSON is refused, because writing it takes a deep stack."""
 MAX_VALUES = 2 << 20
-"""So many lists, objects and commas a client's request may have: in 64 MiB there is room for ones that take
-1.6 GB once they are read. A prompt has a comma per token at most."""
+"""Maximum number of lists, objects and commas in a client's request.
+64 MiB of them can take 1.6 GB once parsed; a prompt has at most one comma per token."""
 MAX_INTEGER = 2**53 - 1
-"""The largest integer that every reader of JSON understands."""
+"""Largest integer that every JSON parser represents exactly."""
 BLEND_TOKENS = ("exact", "blended", "recomputed", "computed")
-"""What an engine says of a prompt that it blended, in tokens."""
+"""Token counts that an engine reports for a blended prompt."""
 _CHARS_PER_TOKEN = 4
 _OPENING_CHARS = 1024
 _OPENING_TOKENS = 256
@@ -37,7 +37,7 @@ _DEFAULT_MAX_TOKENS = 16
 _EVENT_END = re.compile(rb"\r?\n\r?\n")
 _SURROGATE = re.compile(rb"\\u[dD][89a-fA-F]")
 _ROUTERS_OWN = ("kv_transfer_params", "ec_transfer_params")
-"""What vLLM hands to its connectors: whoever sets them could have an engine fetch from any address."""
+"""Fields for vLLM's connectors: a client could use them to make engines fetch from any address."""
 _COUNTS = ("n", "best_of", "max_tokens", "max_completion_tokens", "min_tokens")
 _TYPES: dict[str, type] = {"stream": bool, "stream_options": dict, **dict.fromkeys(_COUNTS, int)}
 _PROMPTS: dict[Kind, tuple[str, ...]] = {"completions": ("prompt", "prompt_embeds"), "chat": ()}
@@ -52,10 +52,10 @@ _ONLY_FOR_ANSWERS = ("stream_options", "min_tokens", "logprobs", "top_logprobs",
 
 
 class BadRequest(ValueError):
-    """A client's request is refused. The message names the field, its value and what is wanted.
+    """Refusal of a client's request; the message names the field, its value and what is valid.
 
     Attributes:
-        status: the HTTP status that says so.
+        status: HTTP status of the response.
     """
 
     def __init__(self, message: str, status: int = 400) -> None:
@@ -68,11 +68,11 @@ class ParsedRequest:
     """A client's request.
 
     Attributes:
-        body: as it came; not to be changed.
-        token_ids: take the place of the prompt; None: the engine tokenizes what `body` holds.
-        blend: what kvkit's connector in the engine is told of documents in the prompt; False: that there are
-            none, None: nothing.
-        kv_cache: what it is told that the request wants of the cache; None: nothing.
+        body: JSON object; never mutated.
+        token_ids: token ids that replace the prompt; None: the engine tokenizes what `body` holds.
+        blend: blend options for kvkit's connector in the engine, spans of documents included; False: sent to
+            state that there are no documents; None: nothing is sent.
+        kv_cache: request policy for that connector; None: nothing is sent.
     """
 
     kind: Kind
@@ -87,13 +87,13 @@ class ParsedRequest:
 
     @property
     def model(self) -> str | None:
-        """What it calls the model or an adapter; None: the engine's own."""
+        """Name of the model or adapter; None: the engine's default."""
         given = self.body.get("model")
         return given if isinstance(given, str) else None
 
     @property
     def salt(self) -> str:
-        """What keeps its KV apart; empty for nothing."""
+        """Cache salt, which keeps its KV apart; empty if there is none."""
         given = self.body.get("cache_salt")
         return given if isinstance(given, str) else ""
 
@@ -103,14 +103,14 @@ class ParsedRequest:
 
     @cached_property
     def single(self) -> bool:
-        """Whether it has one prompt and wants one answer."""
+        """True if the request has one prompt and asks for one answer."""
         given = (self.body.get(name) for name in _PROMPTS[self.kind])
         several = any(isinstance(prompt, list) and not _are_token_ids(prompt) for prompt in given)
         return not several and all((self.body.get(name) or 1) == 1 for name in ("n", "best_of"))
 
     @cached_property
     def most_choices(self) -> int:
-        """How many choices a whole answer has; none has more."""
+        """Number of choices in a complete answer; no answer or event has more."""
         prompts = 0
         for name in _PROMPTS[self.kind]:
             prompt = self.body.get(name)
@@ -122,20 +122,20 @@ class ParsedRequest:
 
     @property
     def can_disaggregate(self) -> bool:
-        """Whether P can compute the prompt for a D: one answer, and nothing of the prompt's own is wanted.
-        What is blended is D's alone."""
+        """True if P can compute the prompt for a D.
+        This takes a single answer without output about the prompt, and no blending, which only D does."""
         own = ("echo", "use_beam_search", "prompt_logprobs", "prompt_embeds")
-        asked = [self.body.get(name) for name in own]  # (0 logprobs are logprobs)
+        asked = [self.body.get(name) for name in own]  # (prompt_logprobs = 0 still asks for logprobs)
         return not self.blends and self.single and all(value is None or value is False for value in asked)
 
     @property
     def blends(self) -> bool:
-        """Whether its prompt may be blended."""
+        """True if the prompt may be blended."""
         return isinstance(self.blend, Mapping)
 
     @property
     def max_tokens(self) -> int | None:
-        """The longest answer, in tokens; None: what the model's context leaves."""
+        """Maximum length of the answer in tokens; None: limited by the model's context."""
         given: int | None = self.body.get("max_tokens")
         if self.kind == "completions":
             return _DEFAULT_MAX_TOKENS if given is None else given
@@ -148,7 +148,7 @@ class ParsedRequest:
 
     @property
     def prompt_ids(self) -> tuple[int, ...] | None:
-        """The prompt's tokens, where they are known without a tokenizer."""
+        """Token ids of the prompt; None: a tokenizer is needed."""
         prompt = self.body.get("prompt")
         if self.token_ids is None and isinstance(prompt, list) and _are_token_ids(prompt):
             return tuple(prompt)
@@ -156,25 +156,25 @@ class ParsedRequest:
 
 
 def read_body(raw: bytes) -> Body:
-    """The JSON object that a client sent. Raises BadRequest: it is none, or one of too many values."""
+    """Parse a client's JSON object. Raises BadRequest if it is not one, or has too many values."""
     if sum(map(raw.count, (b",", b"[", b"{"))) > MAX_VALUES:
         raise BadRequest(f"the body has over {MAX_VALUES} lists, objects and commas", 413)
     try:
         body = read_json(raw)
-        if _SURROGATE.search(raw):  # each half of a pair is written so, too
+        if _SURROGATE.search(raw):  # valid pairs match, too
             json.dumps(body, ensure_ascii=False).encode()
     except UnicodeEncodeError as error:
-        raise BadRequest(f"the body has half a character in it: {error.reason}") from error
+        raise BadRequest(f"the body has half of a surrogate pair: {error.reason}") from error
     except ValueError as error:
-        raise BadRequest(f"the body is no JSON: {error}") from error
+        raise BadRequest(f"the body is not JSON: {error}") from error
     if not isinstance(body, dict):
         raise BadRequest(f"the body is {shown(body)}, want an object")
     return body
 
 
 def parse(kind: Kind, raw: bytes) -> ParsedRequest:
-    """The request in `raw`. What routing depends on is checked; the rest is the engine's to judge.
-    Raises BadRequest: it is no JSON object, of too many values, or a field has the wrong type."""
+    """Parse a request, and check the fields that routing depends on; the engine judges the rest.
+    Raises BadRequest if it is not a JSON object, has too many values, or a field has the wrong type."""
     body = read_body(raw)
     extra = body.get("vllm_xargs")
     for name in _ROUTERS_OWN:
@@ -198,13 +198,13 @@ def parse(kind: Kind, raw: bytes) -> ParsedRequest:
 
 
 def take_request_policy(asked: ParsedRequest, limits: RequestLimits | None) -> ParsedRequest:
-    """`asked` with what it wants of the cache as engines are told of it. `limits`: None: it may want nothing.
-    Raises BadRequest: that is wrong, or not allowed."""
+    """Return `asked` with its request policy moved from `body` to `kv_cache`.
+    Raises BadRequest if the policy is wrong or not allowed; without `limits` none is."""
     said = asked.body.get(requests.FIELD)
     if said is None:
         return asked
     if limits is None:
-        words = "this router passes none on; its settings have no table [requests]"
+        words = "this router accepts none; its settings have no table [requests]"
         raise BadRequest(f"{requests.FIELD}: {words}")
     try:
         requests.read(said, limits, requests.FIELD, "requests")
@@ -215,8 +215,8 @@ def take_request_policy(asked: ParsedRequest, limits: RequestLimits | None) -> P
 
 
 def session_of(asked: ParsedRequest, header: str | None) -> str:
-    """The conversation that a request belongs to: by its header, `session_id` or `user`, else by how it
-    begins. 32 hex digits, however long a name the client gave it."""
+    """Return a name for the request's conversation: 32 hex digits.
+    It is a digest of the header, `session_id` or `user`; without these, of how the prompt begins."""
     named = (header, asked.body.get("session_id"), asked.body.get("user"))
     name = next((given for given in named if isinstance(given, str) and given), None)
     said = f"opening {_opening(asked)}" if name is None else f"named {name}"
@@ -224,7 +224,7 @@ def session_of(asked: ParsedRequest, header: str | None) -> str:
 
 
 def estimated_tokens(asked: ParsedRequest) -> int:
-    """About how many tokens its prompt has; exact where these are known."""
+    """Estimate the number of prompt tokens; exact if their ids are known."""
     if asked.prompt_ids is not None:
         return len(asked.prompt_ids)
     if asked.kind == "chat":
@@ -236,12 +236,12 @@ def estimated_tokens(asked: ParsedRequest) -> int:
 
 
 def tokenize_body(asked: ParsedRequest) -> Body:
-    """What `/tokenize` is to be asked for the prompt's tokens."""
+    """Return the body that asks `/tokenize` for the prompt's tokens."""
     return {name: asked.body[name] for name in _RENDERING[asked.kind] if name in asked.body}
 
 
 def documents_of(asked: ParsedRequest, ids: Sequence[int]) -> Iterator[tuple[Sequence[int], int, int]]:
-    """What each of a prompt's documents was computed behind, in tokens, and where it stands: start, stop."""
+    """Yield (tokens before it, start, stop) of each document: those it was computed behind, and its span."""
     told = asked.blend or {}
     prefix, spans = ids[: told.get("prefix", 0)], told.get("documents", ())
     joints = told.get("joints") or ((),) * len(spans)
@@ -250,7 +250,7 @@ def documents_of(asked: ParsedRequest, ids: Sequence[int]) -> Iterator[tuple[Seq
 
 
 def prefill_body(asked: ParsedRequest, params: Mapping[str, Any]) -> Body:
-    """What P is sent: the same prompt, one token, no stream."""
+    """Return the body for P: the same prompt, one token, no stream."""
     body = {name: value for name, value in asked.body.items() if name not in _ONLY_FOR_ANSWERS}
     body |= {"stream": False, "max_tokens": 1}
     if asked.kind == "chat":
@@ -259,10 +259,10 @@ def prefill_body(asked: ParsedRequest, params: Mapping[str, Any]) -> Body:
 
 
 def decode_body(asked: ParsedRequest, params: Mapping[str, Any] | None) -> Body:
-    """What D is sent: the request, with what P said of the prompt's KV (None: there was no P).
+    """Return the body for D: the request, with P's `params` for the prompt's KV (None: there was no P).
 
-    Of a stream with one answer it is asked for token ids, by which another D can go on with it. (Not with
-    `echo`: vLLM leaves the prompt's text out where ids are wanted.)
+    A stream with one answer also asks for token ids, so that another D can continue it. (Not with `echo`:
+    vLLM omits the prompt's text if asked for token ids.)
     """
     body = dict(asked.body)
     if asked.streams and asked.single and not body.get("echo"):
@@ -287,15 +287,15 @@ def _with_prompt(asked: ParsedRequest, body: Body, params: Mapping[str, Any] | N
 
 
 class EventParser:
-    """Server-sent events out of bytes that come in pieces of any size. `feed` mutates it."""
+    """Parser of server-sent events that arrive in pieces of any size. `feed` mutates it."""
 
     def __init__(self) -> None:
         self._rest = bytearray()
 
     def feed(self, data: bytes) -> Iterator[bytes]:
-        """The data of each event that is complete; comments and other fields are left out.
-        Raises ValueError: an event is longer than MAX_EVENT_BYTES."""
-        searched = max(0, len(self._rest) - 3)  # an end may have begun in what was there
+        """Yield the data of each complete event; comments and other fields are dropped.
+        Raises ValueError if an event is longer than MAX_EVENT_BYTES."""
+        searched = max(0, len(self._rest) - 3)  # an event's end may have begun in earlier data
         self._rest += data
         while end := _EVENT_END.search(self._rest, searched):
             lines = bytes(self._rest[: end.start()]).splitlines()
@@ -309,13 +309,13 @@ class EventParser:
 
 
 def event_bytes(event: Mapping[str, Any]) -> bytes:
-    """An event as it is sent."""
+    """Encode an event for the stream."""
     return b"data: " + json.dumps(event, separators=(",", ":")).encode() + b"\n\n"
 
 
 def read_json(raw: bytes | bytearray) -> Any:
-    """What JSON in UTF-8 says. Stricter than Python: no NaN, no infinity, nothing nested over MAX_DEPTH deep.
-    Raises ValueError: it is none."""
+    """Parse JSON in UTF-8; stricter than Python: no NaN, no infinity, nesting of at most MAX_DEPTH.
+    Raises ValueError if it is not such JSON."""
     too_deep = f"it is nested over {MAX_DEPTH} deep"
     try:
         found = json.loads(raw.decode("utf-8-sig"), parse_float=_finite, parse_constant=_finite)
@@ -327,7 +327,7 @@ def read_json(raw: bytes | bytearray) -> Any:
 
 
 def read_object(raw: bytes) -> Body:
-    """The JSON object that an engine sent. Raises ValueError: it is none."""
+    """Parse an engine's JSON object. Raises ValueError if it is not one."""
     try:
         found = read_json(raw)
     except ValueError as error:
@@ -338,7 +338,7 @@ def read_object(raw: bytes) -> Body:
 
 
 def read_answer(asked: ParsedRequest, raw: bytes) -> Body:
-    """An answer that is no stream. Raises ValueError: it is none: an error in its place is none, either."""
+    """Parse an answer that is not a stream. Raises ValueError if it is invalid or an error object."""
     answer = read_object(raw)
     if answer.get("error") is not None:
         raise ValueError(f"it answered with an error: {shown(answer['error'])}")
@@ -349,8 +349,8 @@ def read_answer(asked: ParsedRequest, raw: bytes) -> Body:
 
 
 def read_event(asked: ParsedRequest, data: bytes) -> Body:
-    """An event of a stream, or the error in its place: that has the field `error`.
-    Raises ValueError: it is neither."""
+    """Parse an event of a stream, or an error in its place, which has the field `error`.
+    Raises ValueError if it is neither."""
     event = read_object(data)
     if event.get("error") is None:
         _check_choices(asked, event, "delta")
@@ -358,7 +358,7 @@ def read_event(asked: ParsedRequest, data: bytes) -> Body:
 
 
 def read_tokens(raw: bytes) -> tuple[int, ...]:
-    """The token ids that `/tokenize` answered. Raises ValueError: there are none."""
+    """Parse the token ids in an answer of `/tokenize`. Raises ValueError if there are none."""
     tokens = read_object(raw).get("tokens")
     if not isinstance(tokens, list) or not all(type(token) is int and 0 <= token < 2**31 for token in tokens):
         raise ValueError(f"tokens = {shown(tokens)}: want a list of token ids")
@@ -366,7 +366,7 @@ def read_tokens(raw: bytes) -> tuple[int, ...]:
 
 
 def read_hit(raw: bytes, name: str = "hit_tokens") -> int:
-    """The tokens that kvkit's `/lookup` answered, or its `/pin`. Raises ValueError: there are none."""
+    """Parse the token count in an answer of kvkit's `/lookup` or `/pin`. Raises ValueError if it has none."""
     tokens = _want(read_object(raw), name, int)
     if tokens is None:
         raise ValueError(f"{name}: missing")
@@ -374,8 +374,8 @@ def read_hit(raw: bytes, name: str = "hit_tokens") -> int:
 
 
 def show_blend(answer: Body) -> None:
-    """Leave of what an engine's connector says the tokens by the way that they were come by, where it has
-    blended: in `usage.prompt_tokens_details.blend`. Mutates."""
+    """Replace `kv_transfer_params` with the token counts of blending, if there are any. Mutates.
+    The counts are put into `usage.prompt_tokens_details.blend`."""
     said = answer.pop("kv_transfer_params", None)
     blend = said.get("blend") if isinstance(said, dict) else None
     if not isinstance(blend, dict) or not isinstance(answer.get("usage"), dict):
@@ -388,13 +388,12 @@ def show_blend(answer: Body) -> None:
 
 
 def aborted(event: Mapping[str, Any]) -> bool:
-    """Whether an answer, or an event of one, says that the engine gave it up, as vLLM does when it ends."""
+    """Return whether the engine aborted this answer or event, as vLLM does when it shuts down."""
     return any(choice.get("finish_reason") in ("abort", "error") for choice in event["choices"])
 
 
 def computed_tokens(reply: Mapping[str, Any]) -> int | None:
-    """Tokens of the prompt that an answer was computed from, without those from a cache; None: it does not
-    say."""
+    """Return how many prompt tokens were computed, cached ones excluded; None: not reported."""
     usage = reply.get("usage") or {}
     details = usage.get("prompt_tokens_details")
     cached = details.get("cached_tokens") if isinstance(details, dict) else None
@@ -408,19 +407,19 @@ DONE_EVENT = b"data: [DONE]\n\n"
 
 
 def error_body(status: int, message: str) -> Body:
-    """An error as OpenAI's clients expect it."""
+    """Return an error object as OpenAI's clients expect it."""
     kind = "BadRequestError" if 400 <= status < 500 else "InternalServerError"
     return {"error": {"message": message, "type": kind, "param": None, "code": status}}
 
 
 def _check_choices(asked: ParsedRequest, answer: Body, part: str) -> None:
-    """Check what is read of an answer, or of an event of one, here and in `answers`.
+    """Check the fields of an answer, or of an event, that are read here and in `answers`.
 
     Args:
-        part: the field of a choice that holds what a chat's answer says.
+        part: field of a choice that holds the message in a chat.
 
     Raises:
-        ValueError: something is missing or of a type that it never has. The message names it.
+        ValueError: a field is missing or has a wrong type or value; the message names it.
     """
     _want(answer, "id", str)
     _want(answer, "created", int)
@@ -449,12 +448,12 @@ def _check_choices(asked: ParsedRequest, answer: Body, part: str) -> None:
         else:
             said = _want(choice, "text", str)
         if said is None and part == "message":
-            raise ValueError(f"a choice says nothing: {shown(choice)}")
+            raise ValueError(f"a choice has no content: {shown(choice)}")
 
 
 def _want(holder: Mapping[str, Any], name: str, kind: type) -> Any:
-    """A field, which may be missing.
-    Raises ValueError: it is of another type, or a number that counts nothing."""
+    """Return a field, or None if it is missing.
+    Raises ValueError if it has another type, or is an integer outside 0 to MAX_INTEGER."""
     value = holder.get(name)
     if value is None:
         return None
@@ -466,12 +465,12 @@ def _want(holder: Mapping[str, Any], name: str, kind: type) -> Any:
 def _finite(text: str) -> float:
     value = float(text)
     if not math.isfinite(value):
-        raise ValueError(f"{text} is no number")
+        raise ValueError(f"{text} is not a finite number")
     return value
 
 
 def _depth(value: Any) -> int:
-    """How many objects and lists are within each other, at most."""
+    """Return the maximum nesting of objects and lists."""
     depth, level = 0, [value] if isinstance(value, dict | list) else []
     while level:
         depth += 1
@@ -485,7 +484,7 @@ def _are_token_ids(prompt: list[Any]) -> bool:
 
 
 def _opening(asked: ParsedRequest) -> str:
-    """What stays the same from turn to turn: the first messages, or how the prompt begins."""
+    """Return what all requests of a conversation share: the first messages, or the prompt's beginning."""
     model = asked.body.get("model")
     if asked.kind == "chat":
         messages = asked.body["messages"]
@@ -506,6 +505,6 @@ def _text_of(message: Mapping[str, Any]) -> str:
 
 
 def shown(value: Any) -> str:
-    """A value that came from outside, as a message quotes it."""
+    """Format a value from outside for a message."""
     text = reprlib.repr(value)
     return text if len(text) <= 40 else f"{text[:37]}..."

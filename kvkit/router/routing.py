@@ -1,7 +1,7 @@
-"""Which engines serve a request: plain functions over what the router knows of them.
+"""Choice of engines for a request: pure functions of what the router knows about the engines.
 
-A request goes to one decode engine (D), and before that to a prefill engine (P) unless D may as well compute
-the prompt itself: little of it is new for D, or the way over P is measured to take too long.
+A request goes to one decode engine (D). A prefill engine (P) computes the prompt before, unless D may as well
+compute it: little of the prompt is new to D, or the route through P is measured to take too long.
 """
 
 from __future__ import annotations
@@ -14,28 +14,27 @@ from hashlib import blake2b
 from pydantic import BaseModel, ConfigDict, Field
 
 MIN_SAMPLE_TOKENS = 64
-"""Fewer tokens in one request say little about a speed."""
+"""Minimum number of tokens in a sample of a speed; smaller samples are too noisy."""
 _NEWEST = 0.2
 
 
 class RouteReason(StrEnum):
-    """Why a request goes over P, or does not."""
+    """Reason for a request's route."""
 
     MUCH_NEW = "much-new"
-    """Over P: D would have to compute much."""
+    """Through P: D would have to compute much."""
     LITTLE_NEW = "little-new"
     """Straight to D: it holds nearly all of the prompt, or the prompt is short."""
     SLOW_PREFILL = "slow-prefill"
-    """Straight to D: the way over any P takes too long."""
+    """Straight to D: the route through any P takes too long."""
     NO_PREFILL = "no-prefill"
-    """Straight to D: no P is there, or every one has failed at this request."""
+    """Straight to D: no P is up, or every P has failed this request."""
     UNSUITABLE = "unsuitable"
-    """Straight to D: several answers, or logprobs of the prompt, want it computed where they are made; so
-    does a prompt that is blended."""
+    """Straight to D: for several answers, logprobs of the prompt, or blending, D must compute the prompt."""
 
 
 def measured(tokens_per_s: float | None, tokens: int, seconds: float) -> float | None:
-    """A speed after one more sample, of which the newest weigh most; None: none was large enough to count."""
+    """Return a speed updated with a sample; new samples weigh most. None: no sample was large enough."""
     if tokens < MIN_SAMPLE_TOKENS or seconds <= 0:
         return tokens_per_s
     seen = tokens / seconds
@@ -47,11 +46,11 @@ class Candidate:
     """An engine that could take a request.
 
     Attributes:
-        requests: under way at it.
-        waiting_tokens: of their prompts, those that it is yet to compute.
-        held_tokens: leading run of this request's prompt that it can have without computing; None: not known.
-        prefill: how fast it computes prompts, in tokens per second; None: not measured.
-        handoff: how fast it takes in what P computed, P's sending included; of a D only.
+        requests: number of requests in flight in the engine.
+        waiting_tokens: prompt tokens of these that the engine has yet to compute.
+        held_tokens: prompt tokens of this request that the engine need not compute; None: not known.
+        prefill: speed of computing prompts, in tokens per second; None: not measured.
+        handoff: speed of receiving KV from P, P's sending included, in tokens per second; only for a D.
     """
 
     name: str
@@ -62,40 +61,47 @@ class Candidate:
     handoff: float | None = None
 
     def new_tokens(self, prompt_tokens: int) -> int:
-        """Tokens of the prompt that it would have to compute."""
+        """Return how many prompt tokens the engine would have to compute."""
         return max(0, prompt_tokens - (self.held_tokens or 0))
 
 
 class RoutingLimits(BaseModel):
-    """When the way over P is not worth it, and how even the load must be."""
+    """Limits on routes through P, and on uneven load."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
     direct_tokens: int = Field(
-        default=256, description="a decode engine computes up to so many new tokens itself", ge=0
+        default=256,
+        description="a decode engine computes a prompt itself up to this number of new tokens",
+        ge=0,
     )
     direct_share: float = Field(
-        default=0.1, description="a decode engine computes up to this share of a prompt itself", ge=0, le=1
+        default=0.1,
+        description="a decode engine computes a prompt itself up to this share of new tokens",
+        ge=0,
+        le=1,
     )
     max_slowdown: float = Field(
         default=2.0,
-        description="the way over a prefill engine may take so many times as long as without, as measured",
+        description="maximum measured time through a prefill engine, as a multiple of the time without",
         gt=0,
         le=1000,
     )
     spread: int = Field(
         default=4,
-        description="a conversation stays where it is up to so many requests more than the least loaded has",
+        description="a conversation stays on its decode engine up to this number of requests above the least "
+        "loaded one's",
         ge=0,
     )
 
 
 @dataclass(frozen=True, slots=True)
 class Decision:
-    """Where a request goes.
+    """Engines chosen for a request.
 
     Attributes:
-        prefill: P's name; None: straight to D.
-        new_tokens: what is to be computed for it, on P where there is one, else on D.
+        decode: name of D.
+        prefill: name of P; None: straight to D.
+        new_tokens: prompt tokens to compute, on P if there is one, else on D.
     """
 
     decode: str
@@ -117,12 +123,12 @@ def decide(
     """Choose engines for one request.
 
     Args:
-        prompt_tokens: of the request.
-        prefills: may be empty.
-        decodes: at least one.
-        session: the conversation; equally good engines are told apart by it, the same way each time.
-        last: the D that served this conversation before.
-        suitable: whether the answer can be made by another engine than the prompt's.
+        prompt_tokens: number of prompt tokens.
+        prefills: candidates for P; may be empty.
+        decodes: candidates for D; at least one.
+        session: name of the conversation; breaks ties between engines, always in the same way.
+        last: D that served the conversation last; None: none.
+        suitable: whether P may compute the prompt.
 
     Raises:
         ValueError: there is no D.
@@ -148,9 +154,12 @@ def decide(
 def choose_decode(
     decodes: Sequence[Candidate], *, session: str, last: str | None, limits: RoutingLimits
 ) -> Candidate:
-    """The D for a conversation: where it was before, unless that one is busier than `limits.spread` allows or
-    another holds over `limits.direct_tokens` more of it; a new one goes where most of it is, then where the
-    fewest requests are."""
+    """Choose the D for a conversation.
+
+    The conversation stays on its D, unless that one is busier than `limits.spread` allows, or another holds
+    over `limits.direct_tokens` more of the prompt. A new conversation goes to the D that holds most of the
+    prompt, and among equals to the one with the fewest requests.
+    """
     least = min(d.requests for d in decodes)
     even = [d for d in decodes if d.requests - least <= limits.spread]
     best = max(even, key=lambda d: (d.held_tokens or 0, -d.requests, _rank(session, d.name)))
@@ -163,8 +172,8 @@ def choose_decode(
 
 
 def choose_prefill(prefills: Sequence[Candidate], prompt_tokens: int, *, session: str) -> Candidate:
-    """The P that is done first, by what it is yet to compute and how fast it is. One that was not measured
-    counts as fast as the others are on average."""
+    """Choose the P that finishes first, by its waiting tokens and its speed.
+    A P without a measured speed counts as fast as the others on average."""
     speeds = [p.prefill for p in prefills if p.prefill is not None]
     usual = sum(speeds) / len(speeds) if speeds else 1.0
 
@@ -176,13 +185,13 @@ def choose_prefill(prefills: Sequence[Candidate], prompt_tokens: int, *, session
 
 
 def direct_seconds(decode: Candidate, prompt_tokens: int) -> float | None:
-    """Time until D alone has computed the prompt; None: not measured."""
+    """Estimate the seconds until D alone has computed the prompt; None: not measured."""
     speed = decode.prefill
     return None if speed is None else (decode.waiting_tokens + decode.new_tokens(prompt_tokens)) / speed
 
 
 def prefill_seconds(prefill: Candidate, decode: Candidate, prompt_tokens: int) -> float | None:
-    """Time until P has computed the prompt and D has taken it in; None: not measured."""
+    """Estimate the seconds until P has computed the prompt and D received its KV; None: not measured."""
     speed, handoff = prefill.prefill, decode.handoff
     if speed is None or handoff is None:
         return None
@@ -191,5 +200,5 @@ def prefill_seconds(prefill: Candidate, decode: Candidate, prompt_tokens: int) -
 
 
 def _rank(session: str, name: str) -> int:
-    """A number for a conversation at an engine: as good as random, but the same in every process."""
+    """Return a pseudo-random number for a conversation and an engine, the same in every process."""
     return int.from_bytes(blake2b(f"{session}\0{name}".encode(), digest_size=8).digest())

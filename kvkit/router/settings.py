@@ -1,4 +1,4 @@
-"""The settings of `kvkit router`: one TOML file, and what the command line adds, engines among it."""
+"""Settings of `kvkit router`: a TOML file, and command line options, which may add engines."""
 
 from __future__ import annotations
 
@@ -20,33 +20,33 @@ DEFAULT_PORT = 8000
 
 
 def _base_url(url: str) -> str:
-    """`url` without the slashes, and the /v1, at its end."""
+    """Return `url` without trailing slashes and without a final /v1."""
     parts = urlsplit(url)
     if parts.scheme not in ("http", "https") or not parts.hostname or parts.query or parts.fragment:
         raise ValueError("want http://HOST:PORT or https://HOST:PORT")
-    if parts.port == 0:  # (one that is none at all raises by itself)
+    if parts.port == 0:  # (`parts.port` itself raises for any other invalid port)
         raise ValueError("want a port from 1 to 65535")
     if parts.username is not None:
-        raise ValueError("it has a user name or password, and URLs are shown")
+        raise ValueError("it has a user name or password, which logs and /health would show")
     return url.rstrip("/").removesuffix("/v1").rstrip("/")
 
 
 def _handoff_address(address: str) -> str:
-    """`address`, or the name that prefill engines have for it in `peers`."""
+    """Return `address` if it is valid; a name from the prefill engines' `peers` is not checked."""
     if "/" in address or ":" in address:
         addresses.parse(addresses.of_rank(address, 0))
     return address
 
 
 def _marks(marks: tuple[str, str] | None) -> tuple[str, str] | None:
-    """`marks`, if neither can be taken for the other."""
+    """Return `marks` if neither contains the other."""
     if marks is not None and (marks[0] in marks[1] or marks[1] in marks[0]):
-        raise ValueError("want two texts, neither of which is in the other")
+        raise ValueError("want two texts, neither containing the other")
     return marks
 
 
 def _events_address(address: str) -> str:
-    """`address`, if ZeroMQ can connect to it."""
+    """Return `address` if ZeroMQ can connect to it."""
     if not re.fullmatch(r"tcp://[^/\s*]+:[0-9]+|ipc://\S+", address):
         raise ValueError("want tcp://HOST:PORT or ipc://PATH")
     return address
@@ -58,40 +58,43 @@ PositiveSeconds = Annotated[float, Field(gt=0, le=86400, allow_inf_nan=False)]
 
 
 class EngineConfig(BaseModel):
-    """One engine."""
+    """Settings of one engine."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
-    url: Url = Field(description="of its OpenAI-compatible server")
+    url: Url = Field(description="base URL of its OpenAI-compatible server")
     cache: Url | None = Field(
-        default=None, description="kvkit's HTTP endpoint in it, to ask what it holds; none: it is not asked"
+        default=None, description="kvkit's HTTP endpoint in it, for lookups and pins; none: it is not asked"
     )
     token_file: Path | None = Field(
-        default=None, description="holds the token of that endpoint; none: as `kvkit top`"
+        default=None, description="file with the token of that endpoint; none: as for `kvkit top`"
     )
     events: EventsAddress | None = Field(
-        default=None, description="where it publishes KV events, vLLM's endpoint; none: they are not followed"
+        default=None, description="address at which vLLM publishes KV events; none: they are not followed"
     )
     replay: EventsAddress | None = Field(
-        default=None, description="vLLM's replay_endpoint; none: events that are missed are lost"
+        default=None, description="vLLM's replay_endpoint; none: missed events are lost"
     )
     data_parallel: int = Field(
         default=1,
-        description="its ranks of data parallelism: requests are sent to one of them, and `events`, `replay` "
-        "and `cache` are the first one's, whose ports the others' follow",
+        description="number of data parallel ranks: each request goes to one of them; `events`, `replay` and "
+        "`cache` are those of the first rank, and the other ranks have the next ports",
         ge=1,
         le=1024,
     )
     workers: int = Field(
-        default=1, description="of each of these ranks: so far apart are the ports of `cache`", ge=1, le=1024
+        default=1,
+        description="workers of each data parallel rank: the distance between the ranks' `cache` ports",
+        ge=1,
+        le=1024,
     )
     handoff: Annotated[str, AfterValidator(_handoff_address)] | None = Field(
         default=None,
-        description="of a decode engine: the address in its handoff.listen, or that one's name in P's "
-        "handoff.peers; none: P must know by itself where to send",
+        description="of a decode engine: the address in its handoff.listen, or its name in the prefill "
+        "engines' handoff.peers; none: prefill engines need settings of their own for where to send",
     )
 
     def ranks(self, name: str) -> list[tuple[str, EngineConfig, int | None]]:
-        """Each rank of data parallelism: what it is called, its settings and number (None: it is alone)."""
+        """Return (name, settings, rank) of each data parallel rank; rank None: there is only one."""
         if self.data_parallel == 1:
             return [(name, self, None)]
         apart = {"cache": self.workers, "events": 1, "replay": 1}
@@ -106,7 +109,7 @@ class EngineConfig(BaseModel):
 
 
 def _moved(address: str | None, ports: int) -> str | None:
-    """The address whose port is so many higher."""
+    """Return `address` with its port raised by `ports`."""
     if address is None or not ports:
         return address
     before, _, port = address.rpartition(":")
@@ -114,54 +117,64 @@ def _moved(address: str | None, ports: int) -> str | None:
 
 
 class BlendLimits(BaseModel):
-    """What requests may ask of blending; the engines have limits and defaults of their own."""
+    """Limits on the blend options of requests; engines have limits and defaults of their own."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
     least_ratio: float = Field(
-        default=0.0, description="requests may have no smaller share of reused tokens recomputed", ge=0, le=1
+        default=0.0,
+        description="smallest share of reused tokens to recompute that requests may set",
+        ge=0,
+        le=1,
     )
     methods: tuple[Annotated[str, AfterValidator(served)], ...] = Field(
         default=("question_attention", "first_n"),
-        description="how requests may have tokens chosen, of what the engines know",
+        description="methods of choosing tokens to recompute that requests may name, if engines know them",
     )
     marks: Annotated[tuple[str, str] | None, AfterValidator(_marks)] = Field(
         default=None,
-        description="what stands before and after a document in a text, and is taken out of it; "
-        "none: texts have no marks",
+        description="texts that mark the start and the end of a document in a prompt; the router removes "
+        "them; none: prompts have no marks",
     )
     first_use: int = Field(
         default=0,
-        description="so many documents at a time are computed because answered prompts carried them and no "
-        "engine held them; 0: none",
+        description="number of documents to compute at a time, of those that answered prompts carried and no "
+        "engine held; 0: none",
         ge=0,
         le=64,
     )
 
 
 class RouterConfig(RoutingLimits):
-    """Every setting of the router."""
+    """All settings of the router."""
 
     host: str = Field(default="127.0.0.1", description="address to listen on")
-    port: int = Field(default=DEFAULT_PORT, description="0: any that is free", ge=0, le=65535)
-    prefill: dict[str, EngineConfig] = Field(default_factory=dict, description="engines by name")
-    decode: dict[str, EngineConfig] = Field(default_factory=dict, description="engines by name")
-    blend: BlendLimits | None = Field(default=None, description="none: no request is blended")
+    port: int = Field(default=DEFAULT_PORT, description="port to listen on; 0: any free port", ge=0, le=65535)
+    prefill: dict[str, EngineConfig] = Field(default_factory=dict, description="prefill engines by name")
+    decode: dict[str, EngineConfig] = Field(default_factory=dict, description="decode engines by name")
+    blend: BlendLimits | None = Field(
+        default=None, description="limits on blending; none: no request is blended"
+    )
     requests: RequestLimits | None = Field(
-        default=None, description="none: requests may want nothing of the engines' caches"
+        default=None, description="limits on request policies; none: requests may have no policy"
     )
-    connect_timeout_s: PositiveSeconds = Field(default=5.0, description="to reach an engine")
-    lookup_timeout_s: PositiveSeconds = Field(default=1.0, description="to ask the engines what they hold")
-    prefill_timeout_s: PositiveSeconds = Field(default=120.0, description="for a prompt on a prefill engine")
-    first_token_timeout_s: PositiveSeconds = Field(default=300.0, description="until a stream's first event")
+    connect_timeout_s: PositiveSeconds = Field(default=5.0, description="time to connect to an engine")
+    lookup_timeout_s: PositiveSeconds = Field(default=1.0, description="time for engines to answer a lookup")
+    prefill_timeout_s: PositiveSeconds = Field(
+        default=120.0, description="time for a prefill engine to compute a prompt"
+    )
+    first_token_timeout_s: PositiveSeconds = Field(
+        default=300.0, description="time until a stream's first event"
+    )
     idle_timeout_s: PositiveSeconds = Field(
-        default=60.0, description="between a stream's events, and for a client to take one"
+        default=60.0,
+        description="time between a stream's events; also for a client to send its request or take an event",
     )
-    request_timeout_s: PositiveSeconds = Field(default=3600.0, description="for a whole request")
+    request_timeout_s: PositiveSeconds = Field(default=3600.0, description="time for a whole request")
     health_interval_s: PositiveSeconds = Field(
-        default=2.0, description="between questions for an engine's health"
+        default=2.0, description="time between health checks of an engine"
     )
     health_timeout_s: PositiveSeconds = Field(
-        default=5.0, description="for the answer; three that are missing in a row: the engine is down"
+        default=5.0, description="time for a health check; after three timeouts in a row the engine is down"
     )
 
     @model_validator(mode="after")
@@ -170,7 +183,7 @@ class RouterConfig(RoutingLimits):
             raise ValueError("decode: no engine given; want at least one --decode URL or [decode.NAME]")
         for name, engine in self.prefill.items():
             if name in self.decode:
-                raise ValueError(f"prefill.{name}: there is a decode.{name}, too; want names of their own")
+                raise ValueError(f"prefill.{name}: there is a decode.{name}, too; want different names")
             if engine.handoff is not None:
                 raise ValueError(f"prefill.{name}.handoff: only a decode engine has one")
         for name, engine in (self.prefill | self.decode).items():
@@ -187,18 +200,18 @@ class RouterConfig(RoutingLimits):
 
     @property
     def doubts(self) -> list[str]:
-        """What is not likely to be meant so, in words."""
+        """Warnings about settings that are probably mistakes."""
         return [
-            f"decode.{name}.handoff is not given: prefill engines hand nothing off to it unless they know by "
-            f"themselves where to send; want --decode {name}={engine.url},handoff=ADDRESS"
+            f"decode.{name}.handoff is not given: prefill engines hand nothing off to it unless their own "
+            f"settings say where to send; want --decode {name}={engine.url},handoff=ADDRESS"
             for name, engine in self.decode.items()
             if self.prefill and engine.handoff is None
         ]
 
 
 def read_router_config(path: Path | None = None, **settings: Any) -> RouterConfig:
-    """The settings in a TOML file (none: the defaults). `settings` win; engines among them are added.
-    Raises ConfigError: the file cannot be read, or a setting is unknown or impossible."""
+    """Read the settings of a TOML file (None: the defaults); `settings` override them, and add engines.
+    Raises ConfigError if the file cannot be read, or a setting is unknown or impossible."""
     values = {} if path is None else read_toml(path)
     for name, value in settings.items():
         added = isinstance(value, Mapping) and isinstance(values.get(name), Mapping)
@@ -210,8 +223,8 @@ def read_router_config(path: Path | None = None, **settings: Any) -> RouterConfi
 
 
 def engines(given: list[str], role: str) -> dict[str, dict[str, str]]:
-    """Engines of the command line by name: each is [NAME=]URL[,SETTING=VALUE]...
-    Raises ConfigError: two have the same name, or something after a comma is no setting."""
+    """Parse engines of the command line, each [NAME=]URL[,SETTING=VALUE]..., into settings by name.
+    Raises ConfigError if two have the same name, or text after a comma is not a setting."""
     found: dict[str, dict[str, str]] = {}
     for text in given:
         where, *settings = text.split(",")
@@ -230,7 +243,7 @@ def engines(given: list[str], role: str) -> dict[str, dict[str, str]]:
 
 
 def _address(url: str) -> str:
-    """HOST:PORT of a URL; all of one that has none, which is refused later, with what it lacks."""
+    """Return HOST:PORT of a URL, or all of an invalid URL, which validation refuses later."""
     try:
         return urlsplit(url).netloc or url
     except ValueError:

@@ -1,9 +1,9 @@
-"""Where documents stand in a prompt of tokens: plain functions over token ids.
+"""Spans of documents in a prompt: pure functions over token ids.
 
-A tokenizer merges characters over the edges of a document, so its first and last tokens depend on what stands
-around it. As the document's own count those that do not depend on what stands before it: `common_end` of the
-text behind several others. What it has before them right behind a prefix is its joint there: KV is kept of
-prefix, joint and document in a row, whoever computed it.
+A tokenizer merges characters across the edges of a document, so the document's first and last tokens depend
+on the text around it. Its own tokens are those that do not depend on the text before it: the `common_end` of
+the document tokenized behind several texts. If it directly follows a prefix, the tokens between the prefix
+and its own tokens are its joint. KV is kept for prefix, joint and document in a row, whoever computed it.
 """
 
 from __future__ import annotations
@@ -16,37 +16,37 @@ from typing import TypeAlias
 TokenArray: TypeAlias = "array[int]"
 _TOKEN_BYTES = array("i").itemsize
 BEFORE = ("", "a", " ", "\n")
-"""Texts before a document, each of which another kind of character merges with."""
+"""Texts to tokenize a document behind: each merges with another kind of character."""
 LEAST_TOKENS = 16
-"""A shorter document is not worth looking for."""
+"""Minimum length of a document in tokens; shorter ones are not searched for."""
 _LOOSE_END = 16
-"""So many tokens at its end, at most half of them, may be others in a prompt: what follows merges, too."""
+"""Tokens at a document's end (at most half of it) that may differ in a prompt: later text merges."""
 
 
 def tokens_of(ids: Sequence[int]) -> TokenArray:
-    """Token ids, each below 2**31, as they are kept here."""
+    """Return token ids, each below 2**31, as an array of C ints."""
     return array("i", ids)
 
 
 def common_end(sequences: Sequence[Sequence[int]]) -> TokenArray:
-    """What all of these end with."""
+    """Return the longest common end of the sequences."""
     count = _common(*(reversed(ids) for ids in sequences))
     return tokens_of(sequences[0][len(sequences[0]) - count :])
 
 
 def common_start(sequences: Sequence[Sequence[int]]) -> TokenArray:
-    """What all of these begin with."""
+    """Return the longest common beginning of the sequences."""
     return tokens_of(sequences[0][: _common(*sequences)])
 
 
 def find_spans(
     prompt: Sequence[int], documents: Sequence[TokenArray], first: int = 0
 ) -> list[tuple[int, int] | None]:
-    """Where documents stand in a prompt from token `first` on, each after the one before it.
+    """Find documents in a prompt from token `first` on, each after the one before it.
 
     Returns:
-        (start, stop) of each, ascending and apart: tokens equal to the document's first ones, all of them but
-        for a few at its end at most. None: it is too short, or found nowhere.
+        (start, stop) of each document, ascending and without overlap: its tokens in the prompt, except a few
+        at its end at most. None: the document is too short or not found.
     """
     raw, spans = tokens_of(prompt), list[tuple[int, int] | None]()
     whole = raw.tobytes()
@@ -60,13 +60,13 @@ def find_spans(
 
 
 def _common(*sequences: Iterable[int]) -> int:
-    """How many tokens all of these have in common, from the first on."""
+    """Return the number of leading tokens that all sequences share."""
     same = itertools.takewhile(lambda column: len(set(column)) == 1, zip(*sequences, strict=False))
     return sum(1 for _ in same)
 
 
 def _index(whole: bytes, part: bytes, first: int) -> int:
-    """The token of `whole`, from `first` on, at which `part` begins; -1: it is not there."""
+    """Return the token index in `whole`, from `first` on, at which `part` begins; -1: not found."""
     at = whole.find(part, first * _TOKEN_BYTES)
     while at > 0 and at % _TOKEN_BYTES:
         at = whole.find(part, at + 1)

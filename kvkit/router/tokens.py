@@ -1,4 +1,4 @@
-"""Has engines turn texts into token ids: prompts, documents, and what documents stand behind."""
+"""Tokenization by engines: of prompts, of documents, and of the prefixes of documents."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ from kvkit.router.spans import BEFORE, TokenArray, common_end, common_start, fin
 log = logging.getLogger(__name__)
 
 MAX_KEPT_BYTES = 64 << 20
-"""So much memory the tokens of documents, and of what they stand behind, take."""
+"""Maximum memory for the token ids of documents, prefixes and joints."""
 ENTRY_BYTES = 512
-"""What a value takes that is kept, besides itself: its name, and its place in a table."""
+"""Memory per cached value, besides the value: its name and its table entry."""
 _AT_ONCE = 16
 _OF_ONE = len(BEFORE)
-"""Questions of one request that are asked at once: others have their turns between them."""
+"""Joints that one request asks for at once, so that other requests are served in between."""
 _BEGINNING = ("model", "tools", "add_special_tokens", "chat_template", "chat_template_kwargs")
 
 V = TypeVar("V")
@@ -35,11 +35,11 @@ Headers = Mapping[str, str]
 
 
 class Recent(Generic[V]):
-    """What was used last, by name.
+    """The values used last, by name, as many as fit in memory.
 
     Args:
-        most_bytes: of memory, for all of it, names and table included.
-        size: of one value, in bytes.
+        most_bytes: maximum memory, names and table included.
+        size: function that returns the size of a value in bytes.
     """
 
     def __init__(self, most_bytes: int, size: Callable[[V], int]) -> None:
@@ -68,15 +68,15 @@ class Recent(Generic[V]):
 
 
 class NoTokens(RuntimeError):
-    """No engine says what a text's tokens are."""
+    """No engine returned the tokens of a text."""
 
 
 class Tokenizer:
-    """Asks the engine that has the fewest requests. Lives in one event loop.
+    """Tokenizer that asks the engine with the fewest requests. Lives in one event loop.
 
     Args:
-        engines: who may be asked.
-        timeout_s: for each answer, and for all that `place` needs.
+        engines: engines to ask.
+        timeout_s: timeout of each answer, and of all answers that one `place` needs.
     """
 
     def __init__(self, engines: Sequence[Engine], timeout_s: float) -> None:
@@ -86,14 +86,14 @@ class Tokenizer:
         self._places = asyncio.Semaphore(_AT_ONCE)
 
     async def ids(self, body: Body, headers: Headers, timeout_s: float | None = None) -> tuple[int, ...]:
-        """What `/tokenize` answers.
+        """Return the token ids that `/tokenize` answers.
 
         Args:
-            timeout_s: for a place among those that ask, and for the answer.
+            timeout_s: timeout of a free slot and the answer; None: the tokenizer's.
 
         Raises:
-            NoTokens: nothing that could be used.
-            Refused: the request is wrong.
+            NoTokens: no engine is up, or its answer is late or unusable.
+            Refused: the engine rejected the request as wrong.
         """
         up = [engine for engine in self._engines if engine.up]
         if not up:
@@ -109,16 +109,20 @@ class Tokenizer:
             raise NoTokens(f"no answer within {limit_s:g} s") from error
 
     async def document(self, model: str | None, text: str, headers: Headers) -> TokenArray:
-        """The tokens of a document that do not depend on what stands before it. Raises as `ids`."""
+        """Return the tokens of a document that do not depend on the text before it. Raises as `ids`."""
         named = {} if model is None else {"model": model}
         bodies = [{**named, "prompt": before + text, "add_special_tokens": False} for before in BEFORE]
         return await self._shared(["document", bodies[0]], common_end, bodies, headers)
 
     async def prefix(self, asked: Mapping[str, Any], behind: Behind, headers: Headers) -> TokenArray:
-        """The tokens that every prompt begins with whose text, or messages, begin so. Raises as `ids`.
+        """Return the first tokens of every prompt that begins with this text or these messages.
 
         Args:
-            asked: the fields of a request, of which those that shape its beginning are used.
+            asked: fields of a request; only those that shape the prompt's beginning are used.
+            behind: the text or messages.
+
+        Raises:
+            NoTokens, Refused: as `ids`.
         """
         bodies = [_beginning(asked, behind, after) for after in BEFORE[1:]]
         return await self._shared(["prefix", bodies[0]], common_start, bodies, headers)
@@ -126,7 +130,7 @@ class Tokenizer:
     async def joint(
         self, asked: Mapping[str, Any], behind: Behind, text: str, headers: Headers
     ) -> TokenArray:
-        """The tokens between such a prefix and a document right behind it. Args, raises as `prefix`."""
+        """Return the tokens between a prefix and a document directly after it. Args, raises as `prefix`."""
         before = await self.prefix(asked, behind, headers)
         document = await self.document(asked.get("model"), text, headers)
 
@@ -141,8 +145,8 @@ class Tokenizer:
     async def place(
         self, asked: ParsedRequest, marked: DelimitedDocuments, headers: Headers
     ) -> tuple[ParsedRequest, tuple[int, ...] | None]:
-        """`asked` with its documents' spans, and its prompt's tokens where an engine was asked for them.
-        It is not blended where none of the documents is found."""
+        """Return `asked` with its documents' spans, and the prompt's token ids; None: no engine was asked.
+        The request is not blended if tokens are missing or none of its documents is found."""
         blend = asked.blend
         if not isinstance(blend, Mapping) or not (marked.texts or marked.behind is not None):
             return asked, None
@@ -170,7 +174,7 @@ class Tokenizer:
     async def _tokens_of(
         self, asked: ParsedRequest, marked: DelimitedDocuments, headers: Headers
     ) -> tuple[tuple[int, ...], list[TokenArray], TokenArray, list[TokenArray]]:
-        """The tokens of a prompt, of its documents, of what these stand behind, and of their joints there."""
+        """Return the tokens of a prompt, of its documents, of their prefix, and of their joints with it."""
         model, texts, behind = asked.model, marked.texts, marked.behind
         before, joints = tokens_of(()), [tokens_of(())] * len(texts)
         ids = await self.ids(openai.tokenize_body(asked), headers)
@@ -189,7 +193,7 @@ class Tokenizer:
         bodies: Sequence[Body],
         headers: Headers,
     ) -> TokenArray:
-        """What is made of the tokens of texts; kept by `what` it is."""
+        """Tokenize `bodies`, combine the results with `of_all`, and cache that under `what`."""
         name = hashlib.blake2b(json.dumps(what).encode(), digest_size=16).hexdigest()
         known = self._known.get(name)
         if known is None:
@@ -199,7 +203,7 @@ class Tokenizer:
 
 
 def _beginning(asked: Mapping[str, Any], behind: Behind, text: str) -> Body:
-    """What `/tokenize` is asked for a text right behind a prompt's beginning."""
+    """Return the `/tokenize` body for a text directly after a prompt's beginning."""
     fields = {name: asked[name] for name in _BEGINNING if asked.get(name) is not None}
     if isinstance(behind, str):
         return {**fields, "prompt": behind + text}

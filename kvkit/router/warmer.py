@@ -1,7 +1,8 @@
-"""First use: documents that a prompt carried and no engine held are computed once that prompt is answered.
+"""First use: computation of documents that no engine held, once their prompt is answered.
 
-What a prompt computes of a document that does not stand right behind its prefix has seen what stands between,
-and is no other prompt's. So an engine computes the document behind its prefix alone, as if it was posted.
+If a document does not directly follow its prefix, its KV in the prompt depends on the text between them, and
+no other prompt can reuse it. An engine therefore computes the document behind its prefix alone, like a posted
+one.
 """
 
 from __future__ import annotations
@@ -22,18 +23,18 @@ from kvkit.router.tokens import Headers, Recent
 log = logging.getLogger(__name__)
 
 MAX_WAITING = 64
-"""So many answered prompts wait at most; of others the documents are left out, until they come again."""
+"""Maximum number of answered prompts that wait; documents of others are left out until used again."""
 MAX_WAITING_TOKENS = 16 << 20
-"""Of all prompts that wait."""
+"""Maximum number of tokens of all prompts that wait."""
 _MAX_KNOWN_BYTES = 32 << 20
 
 
 class DocumentWarmer:
-    """The documents of answered prompts. Lives in one event loop.
+    """Worker that computes the documents of answered prompts. Lives in one event loop.
 
     Args:
-        compute: has an engine compute a document; may fail in any way.
-        documents: asks engines what they hold of it.
+        compute: function that makes an engine compute a document; may raise anything.
+        documents: lookup of a document in engines.
     """
 
     def __init__(
@@ -48,12 +49,10 @@ class DocumentWarmer:
         self._waiting = asyncio.Queue[tuple[ParsedRequest, Sequence[int], Headers]](MAX_WAITING)
         self._waiting_tokens = 0
         self._under_way = set[str]()
-        self._known = Recent[int](
-            _MAX_KNOWN_BYTES, sys.getsizeof
-        )  # tokens that were held once it was computed
+        self._known = Recent[int](_MAX_KNOWN_BYTES, sys.getsizeof)  # tokens held after computing it
 
     def offer(self, asked: ParsedRequest, ids: Sequence[int] | None, headers: Headers) -> None:
-        """Note an answered prompt. `ids`: its tokens, unless it was made of these. Does not wait."""
+        """Queue an answered prompt, without waiting. `ids`: its token ids; None: the request has them."""
         ids = asked.prompt_ids if ids is None else ids
         if not asked.blends or ids is None:
             return
@@ -65,7 +64,7 @@ class DocumentWarmer:
         self._waiting.put_nowait((replace(asked, body=kept), ids, headers))
 
     async def run(self) -> None:
-        """Compute one document after the other, for ever."""
+        """Compute one document after another, forever."""
         while True:
             asked, ids, headers = await self._waiting.get()
             self._waiting_tokens -= len(ids)
@@ -73,10 +72,10 @@ class DocumentWarmer:
                 for document in _carried(asked, ids):
                     await self._use(document, headers)
             except Exception:
-                log.exception("a mistake of the router's own")
+                log.exception("internal error in the router")
 
     async def _use(self, document: PostedDocument, headers: Headers) -> None:
-        """Have a document computed, unless it is held, or another does so."""
+        """Make an engine compute a document, unless it is held or being computed."""
         name = document.id
         if name in self._under_way:
             return
@@ -90,13 +89,14 @@ class DocumentWarmer:
                 self._known.put(name, await self._documents.held(document, STORED_S) or 0)
                 outcome = "computed"
         except Exception as error:
-            log.warning("a document of %d tokens is not computed: %s", len(document.tokens), error)
+            log.warning("cannot compute a document of %d tokens: %s", len(document.tokens), error)
         finally:
             self._under_way.remove(name)
             self._outcomes.labels(outcome).inc()
 
     async def _is_held(self, name: str, document: PostedDocument) -> bool:
-        """Whether an engine holds as much of it as when it was computed, as far as that is known."""
+        """Return whether an engine holds as much of a document as after this router computed it.
+        False: it did not compute it. True: what the engines hold is not known."""
         known = self._known.get(name)
         if known is None:
             return False
@@ -105,7 +105,7 @@ class DocumentWarmer:
 
 
 def _carried(asked: ParsedRequest, ids: Sequence[int]) -> Iterator[PostedDocument]:
-    """The documents of a prompt that it had stored in no tier itself, but for short ones."""
+    """Yield the prompt's documents that do not directly follow their prefix, without short ones."""
     for before, start, stop in openai.documents_of(asked, ids):
         if stop - start >= LEAST_TOKENS and tuple(ids[:start]) != tuple(before):
             texts = tokens_of(before), tokens_of(ids[start:stop])

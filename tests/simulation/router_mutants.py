@@ -84,7 +84,7 @@ ROUTER_MUTANTS = (
         DISPATCH,
         """\
     if openai.aborted(event):
-        raise EngineFailed(decode, "aborted", "it gave the request up")
+        raise EngineFailed(decode, "aborted", "it aborted the request")
     try:
 """,
         "    try:\n",
