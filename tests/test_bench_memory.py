@@ -44,7 +44,9 @@ def test_24_gib_are_enough_for_the_benchmark_as_it_is_typed() -> None:
 
 
 def test_what_does_not_fit_says_what_it_takes() -> None:
-    with pytest.raises(MemoryTooSmall, match=r"2 of vLLM with 3\.0 GiB of weights .* 4\.0 GiB are available"):
+    with pytest.raises(
+        MemoryTooSmall, match=r"2 vLLM servers with 3\.0 GiB of weights .* 4\.0 GiB are available"
+    ):
         split(4 * GIB, 2, 3 * GIB, 0)
 
 
@@ -113,7 +115,9 @@ def test_a_server_whose_child_the_kernel_kills_for_memory_is_said_so(group: Path
     worker = [sys.executable, "-c", f"{joining(group)}\nbytearray(1 << 30)"]
     server = f"import subprocess, sys\nsubprocess.run({worker!r})\nsys.exit('RuntimeError: cancelled')"
     with (
-        pytest.raises(BenchError, match=r"it ended with 1, killed, for memory most likely \(4\.0 GiB\)"),
+        pytest.raises(
+            BenchError, match=r"it ended with 1, killed, most likely for lack of memory \(4\.0 GiB\)"
+        ),
         serving("it", [sys.executable, "-c", server], os.environ, tmp_path, lambda: False, "4.0 GiB"),
     ):
         pass
@@ -122,7 +126,7 @@ def test_a_server_whose_child_the_kernel_kills_for_memory_is_said_so(group: Path
 def test_a_server_that_is_killed_is_said_so(tmp_path: Path) -> None:
     command = [sys.executable, "-c", "import os; os.kill(os.getpid(), 9)"]
     with (
-        pytest.raises(BenchError, match="it ended with -9, killed, for memory most likely:"),
+        pytest.raises(BenchError, match="it ended with -9, killed, most likely for lack of memory:"),
         serving("it", command, os.environ, tmp_path, lambda: False),
     ):
         pass
@@ -145,7 +149,9 @@ def test_a_server_that_is_killed_while_it_serves_is_said_so(tmp_path: Path) -> N
                 wait_for(lambda: Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "Z")
                 raise ValueError("turn 1: RuntimeError: cancelled")
 
-    with pytest.raises(BenchError, match=r"it served, killed, for memory most likely \(1 GiB\)") as caught:
+    with pytest.raises(
+        BenchError, match=r"it stopped serving, killed, most likely for lack of memory \(1 GiB\)"
+    ) as caught:
         converse()
     assert isinstance(caught.value.__cause__, ValueError)
 
@@ -158,5 +164,5 @@ def test_a_server_that_is_killed_while_it_serves_is_said_so(tmp_path: Path) -> N
     ],
 )
 def test_what_vllm_says_of_a_process_that_was_killed(line: str) -> None:
-    assert memory.killed(memory.kills(), 1, line) == "killed, for memory most likely"
+    assert memory.killed(memory.kills(), 1, line) == "killed, most likely for lack of memory"
     assert memory.killed(memory.kills(), 1, line.replace("-9", "1")) is None

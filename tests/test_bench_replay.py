@@ -85,7 +85,7 @@ def test_a_server_is_sent_the_trace(tmp_path: Path) -> None:
     [
         (["--trace", "chat", "--rate", "3"], "trace = 'chat': want no workloads and no rate"),
         (["--trace", "chat", "--workloads", "rag"], "trace = 'chat': want no workloads"),
-        (["--speed", "3"], "speed = 3: it is of a trace"),
+        (["--speed", "3"], "speed = 3: it applies to a trace"),
         (["--trace", "nowhere.jsonl"], "nowhere.jsonl"),
     ],
 )

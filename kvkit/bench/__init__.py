@@ -1,1 +1,1 @@
-"""Benchmarks of servers: the field's workloads, a client, and what it measured."""
+"""Benchmarks of servers: standard KV cache workloads, a client, and reports of its measurements."""

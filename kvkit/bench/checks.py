@@ -1,4 +1,4 @@
-"""Tries for `kvkit doctor` what a cache needs: the kernels of the CPU, and a record in every tier."""
+"""Checks of `kvkit doctor`: the kernels of the CPU, and a record in every tier."""
 
 from __future__ import annotations
 
@@ -33,9 +33,9 @@ from kvkit.tiers.shm.file import pool_path
 from kvkit.workers import within
 
 OPEN_S, COMPILE_S = 60.0, 600.0
-"""Limits in seconds: a tier lists what it holds while it opens, and kernels may have to be compiled."""
+"""Timeouts in seconds: a tier lists its records while it opens, and kernels may have to be compiled."""
 SMALL_BYTES = 4 << 20
-"""A tier in memory is tried with no more than this."""
+"""Maximum capacity of a tier in memory during a check."""
 LAYOUT = KVLayout(
     (LayerGroup((0, 1, 2, 3), kv_heads=4, k_size=64, v_size=64, dtype="float16", block_tokens=16),)
 )
@@ -47,14 +47,14 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """The outcome of one check.
+    """Result of one check.
 
     Attributes:
-        name: of what was tried, such as "tiers.disk".
-        error: the step that failed, and why; "": none did.
-        seconds: of each step that worked, in order.
-        warnings: of the library, meanwhile.
-        notes: what else there is to know.
+        name: name of the checked part, such as "tiers.disk".
+        error: failed step and reason; "": the check passed.
+        seconds: duration of each successful step, in order.
+        warnings: warnings of the library during the check.
+        notes: further information.
     """
 
     name: str
@@ -65,22 +65,22 @@ class Finding:
 
 
 class _Steps:
-    """The steps of one check: each has a name, a limit and a time."""
+    """Steps of one check, with their durations and the error of a failed one."""
 
     def __init__(self) -> None:
         self.seconds: dict[str, float] = {}
         self.error = ""
 
     def take(self, name: str, step: Callable[[], T], limit_s: float) -> T:
-        """Take a step; a late one goes on in a thread that keeps no process alive.
+        """Run a step; after a timeout it continues in a daemon thread.
 
         Raises:
-            Exception: it failed or is late; `error` says so.
+            Exception: the step failed or timed out; `error` names the step and the reason.
         """
         begun = time.monotonic()
         try:
             found = within(limit_s, step, "kvkit-doctor")
-        except Exception as error:  # of any library that a tier uses
+        except Exception as error:  # a tier's library may raise any type
             late = isinstance(error, TimeoutError) and not str(error)
             why = f"no answer within {limit_s:g} s" if late else str(error) or type(error).__name__
             self.error = f"{name}: {why}"
@@ -90,7 +90,7 @@ class _Steps:
 
 
 def check_kernels() -> Finding:
-    """Pack and unpack pages on the CPU; say where numba keeps what it compiled."""
+    """Pack and unpack pages on the CPU; the notes name the folder of compiled kernels."""
     steps = _Steps()
     notes: list[str] = []
     with _warnings() as warnings, suppress(Exception):
@@ -100,10 +100,10 @@ def check_kernels() -> Finding:
 
 
 def _move_pages() -> str | None:
-    """Move KV to a record and back; returns numba's folder.
+    """Move KV to a record and back; returns numba's cache folder.
 
     Raises:
-        ValueError: it is not what it was.
+        ValueError: the unpacked KV differs.
     """
     from kvkit.kernels.pages import numba
     from kvkit.kernels.pages.api import Pages, pack, unpack
@@ -116,15 +116,15 @@ def _move_pages() -> str | None:
     pack(Pages.of(group, source), [payload], blocks=blocks)
     unpack(Pages.of(group, target), [payload], blocks=blocks)
     if not all(bool((a[1:] == b[1:]).all()) for a, b in zip(source, target, strict=True)):
-        raise ValueError("what was unpacked is not what was packed")
+        raise ValueError("the unpacked KV differs from the packed KV")
     folder: str | None = numba.move_rows.stats.cache_path  # type: ignore[attr-defined]
     return folder
 
 
 def check_tiers(config: Config) -> Iterator[Finding]:
-    """Put, get and delete a record of 128 KiB in every tier, on each path of those that have several.
+    """Put, get and delete a record of 128 KiB in every tier, on each path of a tier with several.
 
-    Nothing is evicted. A tier in which the policy stores nothing is only asked for the record.
+    Nothing is evicted. A tier where the policy stores nothing gets only a lookup.
     """
     policy = config.resolved_policy()
     for name, tier in config.tiers.items():
@@ -174,9 +174,9 @@ def _take_steps(steps: _Steps, name: str, config: TierConfig, stored: bool, limi
 
 @contextmanager
 def _small(config: TierConfig) -> Iterator[TierConfig]:
-    """The settings to try a tier with: stores evict nothing, memory is small, a shared pool is another.
+    """Yield settings to check a tier: stores evict nothing, memory is small, a shared pool is a new one.
 
-    A folder in which there was nothing is left so.
+    Afterwards, removes the pool and empty folders of records.
 
     Raises:
         OSError: shared memory has no room for the capacity.
@@ -205,13 +205,13 @@ def _small(config: TierConfig) -> Iterator[TierConfig]:
             for root in (place for place in config.urls if kind_of(place) is TIERS["folder"]):
                 array = narrowed_name(FORM.array, config.precision) if config.precision else FORM.array
                 array = os.path.join(LocalFileSystem._strip_protocol(root), array)
-                with suppress(OSError):  # there is none, or another process is trying, too
+                with suppress(OSError):  # missing, not empty, or in use by another check
                     os.rmdir(array)
                     os.rmdir(os.path.dirname(array))
 
 
 def _record(key: bytes) -> NDArray[np.uint8]:
-    """A record of KV that is as good as random: uint8 [record_bytes]."""
+    """Return a record with pseudorandom KV, uint8 [record_bytes]."""
     data: NDArray[np.uint8] = np.zeros(FORM.record_bytes, np.uint8)
     payload = record.payload(FORM, data)
     kv = np.random.default_rng(0).standard_normal(len(payload) // 2).astype(np.float16)
@@ -240,18 +240,18 @@ def _get(
 
 
 def _compare(lease: Lease, wanted: NDArray[np.uint8], exact: bool) -> None:
-    """Refuse a record that is not the one that was put, or with fewer bits no record of its size.
+    """Check that a loaded record equals the one put, or only its size unless `exact`.
 
     Raises:
-        ValueError: it is not.
+        ValueError: the record differs.
     """
     found = lease.record
     if len(found) != len(wanted) or (exact and not np.array_equal(found, wanted)):
-        raise ValueError("what came back is not what was put")
+        raise ValueError("the record read back differs from the one put")
 
 
 def _wait(move: Callable[[OnComplete], None]) -> None:
-    """Start a move of one record, and wait for its end. Raises what went wrong."""
+    """Start a move of one record, and wait for its end; raises its error."""
     done, errors = threading.Event(), list[BaseException]()
 
     def on_complete(name: str, error: BaseException | None) -> None:
@@ -272,7 +272,7 @@ def _close(tier: Tier, limit_s: float) -> None:
 
 @contextmanager
 def _warnings() -> Iterator[list[str]]:
-    """Collect the library's warnings, instead of where they would go."""
+    """Yield a list that collects the library's warnings; they are not logged elsewhere."""
     collected: list[str] = []
 
     class Collecting(logging.Handler):

@@ -1,4 +1,4 @@
-"""A client of OpenAI-compatible servers that times every piece of a streamed completion."""
+"""Client of OpenAI-compatible servers that times every piece of a streamed completion."""
 
 from __future__ import annotations
 
@@ -28,43 +28,43 @@ from kvkit.format.urls import shown
 from kvkit.workers import Workers
 
 HIT_COUNTERS = ("vllm:prefix_cache_hits", "vllm:external_prefix_cache_hits")
-"""vLLM's counters of prompt tokens that it did not compute: in its own cache, in a connector's."""
+"""vLLM's counters of prompt tokens found in its own cache and in that of a connector."""
 _METRICS_S = 30.0
 
 
 @dataclass(frozen=True, slots=True)
 class Target:
-    """A server that answered."""
+    """Server that answered a request for its models."""
 
     name: str
-    url: str  # scheme, host and port, and what stands before "/v1/completions"
+    url: str  # scheme, host, port and the path before "/v1/completions"
     model: str
-    vllm: bool  # whether it takes token ids, and can be told to give `max_tokens` tokens in any case
-    blends: bool = False  # whether it is asked to blend prompts with documents
+    vllm: bool  # whether it accepts token ids and `ignore_eos`
+    blends: bool = False  # whether requests with documents ask it to blend them
 
 
 @dataclass(frozen=True, slots=True)
 class Completion:
-    """What came of one request; tokens are as the server counted. `again` is the request's."""
+    """Result of one request. The server counts the tokens; `again` is copied from the request."""
 
     again: bool
     text: str = ""
-    ttft_s: float = 0.0  # until the first piece of text; 0 of an error
-    gaps_s: tuple[float, ...] = ()  # between pieces of text: tokens, or more at once where a server lags
-    total_s: float = 0.0  # until the stream's end
+    ttft_s: float = 0.0  # until the first piece of text; 0 after an error
+    gaps_s: tuple[float, ...] = ()  # between pieces of text: a token each, or several if the server lags
+    total_s: float = 0.0  # until the end of the stream
     prompt_tokens: int = 0
     output_tokens: int = 0
-    cached_tokens: int | None = None  # of the prompt, not computed; None where the server does not tell
-    exact: bool | None = None  # whether it begins with the exact answer; None where none is known
-    top: Mapping[str, float] | None = None  # log-probabilities of the first token's likeliest, if asked for
-    error: str | None = None  # why there is no answer, or none that is complete
+    cached_tokens: int | None = None  # prompt tokens not computed; None if the server does not report them
+    exact: bool | None = None  # whether the text begins with the exact answer; None if none is known
+    top: Mapping[str, float] | None = None  # log-probabilities of the likeliest first tokens, if requested
+    error: str | None = None  # why there is no complete answer
 
 
 def connect(name: str, url: str, model: str | None = None, timeout_s: float = 30.0) -> Target:
-    """Ask a server for its models, and take the first if `model` is None.
+    """Ask a server for its models, and select the first if `model` is None.
 
     Raises:
-        BenchError: the URL is none, nobody answers there, or there is no such model.
+        BenchError: the URL is invalid, no server answers there, or it does not have the model.
     """
     parts = urlsplit(url)
     if parts.scheme not in ("http", "https") or not parts.hostname or shown(url) != url:
@@ -84,11 +84,11 @@ def connect(name: str, url: str, model: str | None = None, timeout_s: float = 30
 def drive(
     server: Target, requests: Sequence[CompletionRequest], concurrency: int, timeout_s: float
 ) -> tuple[list[Completion], float]:
-    """Send every request when its time has come, its session's last one is answered, and fewer than
-    `concurrency` are under way.
+    """Send every request, with at most `concurrency` in flight, and return the answers and the duration.
 
-    Returns the answers in the order of the requests, and how long it took in seconds. A failure is an answer
-    with an error; it ends its session. No request takes longer than `timeout_s`.
+    A request is sent after its arrival time and after the previous answer of its session. Answers are in the
+    order of the requests; the duration is in seconds. A failed request gives an answer with an error, and
+    ends its session. Each request has the timeout `timeout_s`.
     """
     sessions: dict[int, deque[tuple[float, int]]] = defaultdict(deque)
     for index, request in enumerate(requests):
@@ -126,10 +126,10 @@ def drive(
 
 
 def ask(server: Target, request: CompletionRequest, prompt: str, timeout_s: float, **more: Any) -> Completion:
-    """Stream one greedy completion; never raises for what the server or the network does.
+    """Stream one greedy completion; errors of the server or the network are returned, not raised.
 
-    A prompt with documents goes to vLLM as token ids, in which a document has the same ones wherever it
-    stands; that is not timed. `more` is added to the body of the request.
+    A prompt with documents is sent to vLLM as token ids, so that a document has the same ids at every
+    position; tokenization is not timed. `more` is added to the body of the request.
     """
     body: dict[str, Any] = {
         "model": server.model,
@@ -190,14 +190,15 @@ def ask(server: Target, request: CompletionRequest, prompt: str, timeout_s: floa
 def tokenize(
     server: Target, text: str, documents: Sequence[tuple[int, int]], timeout_s: float
 ) -> tuple[list[int], list[list[int]]]:
-    """A text's token ids as vLLM makes them, each document's apart from the rest, and the documents' tokens
-    as [start, stop].
+    """Return vLLM's token ids of a text and the span [start, stop) of each document in them.
+
+    Documents are tokenized separately from the text around them.
 
     Args:
         documents: characters [start, stop) of `text`, ascending.
 
     Raises:
-        OSError, HTTPException: it does not answer.
+        OSError, HTTPException: the server does not answer.
     """
     cuts = [0, *itertools.chain.from_iterable(documents), len(text)]
     ids: list[int] = []
@@ -211,7 +212,7 @@ def tokenize(
 
 
 def counted_hits(server: Target) -> int | None:
-    """Prompt tokens that a vLLM server did not compute since it was started, by its metrics; else None."""
+    """Return prompt tokens that a vLLM server found in caches since its start; None without such metrics."""
     try:
         found = _counters(server, HIT_COUNTERS)
     except BenchError:
@@ -220,21 +221,22 @@ def counted_hits(server: Target) -> int | None:
 
 
 def loaded_tokens(server: Target) -> dict[str, int]:
-    """Tokens that a vLLM server with kvkit's connector has loaded so far, by tier.
+    """Return tokens that a vLLM server with kvkit's connector has loaded so far, by tier.
 
     Raises:
-        BenchError: it does not tell.
+        BenchError: the server's metrics cannot be read.
     """
     found = _counters(server, ["vllm:kvkit_loaded_tokens"])
     return {s.labels["tier"]: int(s.value) for s in found if s.labels["rank"] == "0"}
 
 
 def blend_tokens(server: Target) -> Counter[str]:
-    """Tokens of prompts that a vLLM server with kvkit's connector has blended so far, by kind: `exact`,
-    `reused`, of these `selected`, and `computed`.
+    """Return tokens of prompts that a vLLM server with kvkit's connector has blended so far, by kind.
+
+    Kinds: `exact`, `reused`, `selected` (a part of `reused`) and `computed`.
 
     Raises:
-        BenchError: it does not tell.
+        BenchError: the server's metrics cannot be read.
     """
     kinds = {f"vllm:kvkit_blend_{kind}_tokens": kind for kind in ("exact", "reused", "selected", "computed")}
     found = _counters(server, list(kinds))
@@ -242,15 +244,15 @@ def blend_tokens(server: Target) -> Counter[str]:
 
 
 def _counters(server: Target, names: Sequence[str]) -> list[Sample]:
-    """The samples of some of a server's counters; errors: those of `samples`."""
+    """Return the samples of the named counters of a server; raises as `samples`."""
     return [sample for sample in samples(server, names) if sample.name.endswith("_total")]
 
 
 def samples(server: Target, names: Sequence[str]) -> list[Sample]:
-    """All samples of some of a server's metrics.
+    """Return all samples of the named metrics of a server.
 
     Raises:
-        BenchError: it has no metrics.
+        BenchError: the server's metrics cannot be read.
     """
     try:
         text = _get(f"{server.url}/metrics", _METRICS_S).decode()
@@ -266,7 +268,7 @@ def _get(url: str, timeout_s: float) -> bytes:
 
 
 def stream(url: str, body: dict[str, Any], timeout_s: float) -> Iterator[dict[str, Any]]:
-    """The events of a stream, as they come in."""
+    """Yield the events of a stream as they arrive."""
     with exchange("POST", url, json.dumps(body).encode(), timeout_s) as response:
         for line in response:
             data = line.removeprefix(b"data:").strip()
@@ -281,9 +283,12 @@ def stream(url: str, body: dict[str, Any], timeout_s: float) -> Iterator[dict[st
 def exchange(
     method: str, url: str, body: bytes | None, timeout_s: float
 ) -> Iterator[http.client.HTTPResponse]:
-    """The response to one request on a connection of its own, which is cut when `timeout_s` are over.
+    """Send one request on a new connection and yield the response; cut the connection after `timeout_s`.
 
-    (A socket's own timeout begins anew with each byte: a server that trickles would never be late.)
+    A socket's own timeout restarts with each byte, so a server that sends byte by byte would never time out.
+
+    Raises:
+        OSError, HTTPException: the server does not answer, or its status is not 200.
     """
     parts = urlsplit(url)
     kind = http.client.HTTPSConnection if parts.scheme == "https" else http.client.HTTPConnection
@@ -308,7 +313,7 @@ def exchange(
 
 
 def _cut(connection: socket.socket) -> None:
-    with suppress(OSError):  # it may be closed
+    with suppress(OSError):  # the socket may be closed already
         connection.shutdown(socket.SHUT_RDWR)
 
 

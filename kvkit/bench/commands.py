@@ -1,4 +1,4 @@
-"""The commands that try kvkit out on this machine: `kvkit demo`, `kvkit doctor`, `kvkit bench`."""
+"""Commands that test kvkit on this machine: `kvkit demo`, `kvkit doctor`, `kvkit bench`."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import typer
 from kvkit.bench.options import Targets, Traffic
 from kvkit.settings import grouped_options, import_from_here
 
-bench = typer.Typer(help="Measure on this machine.", no_args_is_help=True)
+bench = typer.Typer(help="Run benchmarks on this machine.", no_args_is_help=True)
 Model = Annotated[
     str | None, typer.Option(help="hub id, folder or gemma (270M); default: SmolLM2-135M, from PyPI")
 ]
@@ -23,18 +23,18 @@ def demo(
     json_path: Figures = Path("demo.json"),
     png_path: Annotated[Path, typer.Option("--png", help="where to write the picture")] = Path("demo.png"),
     pd: Annotated[
-        bool, typer.Option("--pd", help="over a prefill and a decode engine of vLLM, and plain vLLM")
+        bool, typer.Option("--pd", help="compare a prefill and a decode engine of vLLM with plain vLLM")
     ] = False,
     flow: Annotated[
-        str, typer.Option(help="with --pd: handoff, pool, pull or both; docs/pd.md tells what they are")
+        str, typer.Option(help="with --pd: handoff, pool, pull or both; docs/pd.md describes them")
     ] = "both",
     blend: Annotated[
         bool,
-        typer.Option("--blend", help="over vLLM that blends documents in changing order, and plain vLLM"),
+        typer.Option("--blend", help="compare vLLM that blends documents in changing order with plain vLLM"),
     ] = False,
-    vllm: Annotated[str, typer.Option(help="with --pd or --blend: more of vLLM's options")] = "",
+    vllm: Annotated[str, typer.Option(help="with --pd or --blend: additional options of vLLM")] = "",
 ) -> None:
-    """A 4-turn conversation over a long document, cold and then, in a new process, from disk."""
+    """Hold a 4-turn conversation over a long document, then again in a new process with its KV on disk."""
     from rich.console import Console
 
     if pd and blend:
@@ -55,7 +55,7 @@ def demo(
 
 def doctor(
     config: Annotated[
-        Path | None, typer.Argument(help="a configuration file to check: a record is put into every tier")
+        Path | None, typer.Argument(help="a configuration file to check: puts a record into every tier")
     ] = None,
     blend: Annotated[
         str | None, typer.Option(help="hub id, folder or gemma: measure whether this model may be blended")
@@ -64,15 +64,15 @@ def doctor(
         tuple[str, str] | None,
         typer.Option(
             metavar="FORM MODEL",
-            help="fp8 or int8, and hub id, folder or gemma: measure whether this model's KV may be held so",
+            help="fp8 or int8, and hub id, folder or gemma: measure whether this model's KV may be quantised",
         ),
     ] = None,
     verbose: Annotated[bool, typer.Option("--verbose", help="list packages, settings and notes")] = False,
-    as_json: Annotated[bool, typer.Option("--json", help="print what was found as JSON")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="print the findings as JSON")] = False,
 ) -> None:
-    """Say what is installed and missing, try the kernels, and check a configuration file or a model.
+    """Report what is installed and missing, test the kernels, and check a configuration file or a model.
 
-    Of a configuration, a record is put into every tier, read and deleted. Exit status 1: a check failed.
+    With a configuration, puts, reads and deletes a record in every tier. Exit status 1: a check failed.
     """
     from rich.console import Console
 
@@ -87,21 +87,24 @@ def doctor(
     if blend is not None:
         check_blending(blend, console)
         return
-    import_from_here()  # eviction policies
+    import_from_here()  # custom eviction policies
     if not examine(config, console, verbose=verbose, as_json=as_json):
         raise typer.Exit(1)
 
 
 @dataclass(frozen=True, slots=True)
 class BlendResults:
-    """Where what was measured goes."""
+    """Options for the output of `kvkit bench blend`."""
 
     json_path: Figures = Path("blend.json")
     png_path: Annotated[
         Path | None, typer.Option("--png", help="where to draw quality against computed rows")
     ] = None
     wide: Annotated[
-        bool, typer.Option("--wide", help="also show the interval of every figure, and KL / K deviation's")
+        bool,
+        typer.Option(
+            "--wide", help="also show the interval of every figure, and KL relative to K deviation's"
+        ),
     ] = False
 
 
@@ -109,25 +112,27 @@ class BlendResults:
 @grouped_options
 def bench_blend(
     model: Model = None,
-    samples: Annotated[int, typer.Option(min=1, help="of each data set")] = 40,
-    tokens: Annotated[int, typer.Option(min=512, help="of a prompt, about")] = 1024,
+    samples: Annotated[int, typer.Option(min=1, help="samples per data set")] = 40,
+    tokens: Annotated[int, typer.Option(min=512, help="approximate tokens per prompt")] = 1024,
     methods: Annotated[
         str,
-        typer.Option(help="names separated by semicolons; also NAME .15 of any method; default: all of them"),
+        typer.Option(help="names separated by semicolons; also NAME .15 for any method; default: all"),
     ] = "",
     auxiliary: Annotated[
-        str | None, typer.Option(help="hub id, folder or gemma: the model by which cacheclip chooses")
+        str | None, typer.Option(help="hub id, folder or gemma: the auxiliary model of cacheclip")
     ] = None,
     tasks: Annotated[
         str,
-        typer.Option(help="names or files .jsonl, separated by semicolons; all; default: what the gate asks"),
+        typer.Option(
+            help="names or files .jsonl, separated by semicolons, or all; default: the gate's tasks"
+        ),
     ] = "",
     *,
     results: BlendResults,
 ) -> None:
-    """Measure what blending does to a model's answers, by method.
+    """Measure the effect of blending on a model's answers, by method.
 
-    Finished samples are kept beside the figures, in a .jsonl file: a run that was stopped goes on.
+    Writes finished samples to a .jsonl file beside the figures; an interrupted run resumes from it.
     """
     from rich.console import Console
 
@@ -139,7 +144,7 @@ def bench_blend(
     from kvkit.observe.progress import counted, timed
     from kvkit.observe.terminal import show, tell
 
-    import_from_here()  # methods of one's own
+    import_from_here()  # custom methods
     chosen = [name.strip() for name in methods.split(";") if name.strip()] or list(METHODS)
     wanted = {method: method_named(method) for method in chosen}
     sets = {"": tuple(SETS), "all": tuple(TASKS)}.get(tasks) or named(tasks)
@@ -175,10 +180,10 @@ def bench_serve(
     json_path: Figures = Path("serve.json"),
     png_path: Annotated[Path | None, typer.Option("--png", help="where to draw the times")] = None,
 ) -> None:
-    """Send the field's workloads to vLLM, plain, with kvkit and with LMCache, or to any server, side by side.
+    """Compare vLLM, plain, with kvkit and with LMCache, or any server, on standard KV cache workloads.
 
-    Times to the first token, hit tokens, throughput, and what a cache costs where nothing is reused. vLLM's
-    own prefix cache is off unless --vllm has it on.
+    Reports times to first token, hit tokens, throughput, and the overhead of a cache without reuse. vLLM's
+    own prefix cache is off unless --vllm enables it.
     """
     from rich.console import Console
 

@@ -1,4 +1,4 @@
-"""The demo: a conversation over a long document, then again in a new process that finds it on disk."""
+"""Demo: a conversation over a long document, then again in a new process with its KV on disk."""
 
 from __future__ import annotations
 
@@ -37,12 +37,12 @@ ANSWER_TOKENS = 24
 
 @dataclass(frozen=True, slots=True)
 class Turn:
-    """One turn, with kvkit and, where they are compared, without it in the same process."""
+    """Measurements of one turn with kvkit and, in a comparison, without it in the same process."""
 
     prompt_tokens: int
-    hit_tokens: dict[str, int]  # of the prompt, loaded, by tier
-    computed_tokens: int  # of the prompt
-    ttft_s: float  # from the question to the answer's first token
+    hit_tokens: dict[str, int]  # prompt tokens loaded, by tier
+    computed_tokens: int  # prompt tokens computed
+    ttft_s: float  # from the question to the first token of the answer
     ttft_cold_s: float | None = None  # the same without kvkit
     identical: bool | None = None  # whether both gave the same tokens
 
@@ -51,11 +51,11 @@ def run(model: str | None, json_path: Path, png_path: Path, console: Console) ->
     """Run the demo and write its figures and picture; returns the second process's turns.
 
     Args:
-        model: a hub id, a folder or gemma; None: SmolLM2-135M-Instruct; both from PyPI packages.
+        model: hub id, folder or gemma; None: SmolLM2-135M-Instruct; both from PyPI packages.
 
     Raises:
-        BenchError: there is no folder to write to, a process failed, or the second one's text differs from
-            what the model says without kvkit.
+        BenchError: the folder to write to does not exist, a process failed, or the text of the second one
+            differs from the text without kvkit.
         ModelError: the model cannot be fetched.
     """
     check_folders(json_path, png_path)
@@ -75,7 +75,7 @@ def run(model: str | None, json_path: Path, png_path: Path, console: Console) ->
 
 
 def table(turns: list[Turn]) -> Table:
-    """The turns as a table."""
+    """Return the turns as a table."""
     shown = Table(title="second process: time to first token without kvkit (cold) and with it")
     for heading in ("turn", "prompt", "hits", "computed", "cold", "kvkit", "speedup", "identical"):
         shown.add_column(heading, justify="right")
@@ -91,7 +91,7 @@ def table(turns: list[Turn]) -> Table:
 
 
 def picture(first: list[Turn], second: list[Turn]) -> Figure:
-    """Where each prompt's tokens came from, and the time to the first token."""
+    """Draw the source of each prompt's tokens, and the times to first token."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(10, 3.8), layout="constrained")
@@ -122,9 +122,9 @@ def picture(first: list[Turn], second: list[Turn]) -> Figure:
 def converse(
     folder: str, store: str, compare: bool, emit: Callable[[dict[str, Any]], None], device: str | None = None
 ) -> None:
-    """One process's conversation on `device`; None: a GPU if there is one.
+    """Hold one process's conversation on `device`; None: a GPU if there is one.
 
-    With `compare` it reads from disk alone, and computes each answer anew.
+    With `compare`, load from disk only, and also generate each answer without kvkit.
 
     Raises:
         BenchError: the model cannot be loaded.
@@ -146,7 +146,7 @@ def converse(
     )
     with CachedModel.open(loaded, config) as model:
         plain = CachedModel(loaded, model.layout, None)
-        for _ in range(2):  # warm up, as a server is: one prompt computed, then the same one from the cache
+        for _ in range(2):  # warm up like a server: compute a prompt, then load it from the cache
             model.generate(list(range(5, 205)), max_new_tokens=2)
             model.flush()
         history: list[dict[str, str]] = []
@@ -167,7 +167,7 @@ def converse(
 
 
 def document(tokenizer: Any) -> str:
-    """A long text that every Python has: the language reference on customising attribute access."""
+    """Return a long text from Python's documentation: attribute access, mappings, debugger."""
     from pydoc_data.topics import topics
 
     text = "\n\n".join(topics[name] for name in ("attribute-access", "typesmapping", "debugger"))
@@ -176,13 +176,13 @@ def document(tokenizer: Any) -> str:
 
 
 def render(tokenizer: Any, history: list[dict[str, str]]) -> list[int]:
-    """The conversation as token ids, ready for the assistant's next words."""
+    """Return the conversation as token ids, up to the start of the assistant's next answer."""
     text = render_text(tokenizer, history)
     return list(tokenizer(text, add_special_tokens=not tokenizer.chat_template)["input_ids"])
 
 
 def render_text(tokenizer: Any, history: list[dict[str, str]]) -> str:
-    """The conversation as text; special tokens are in it where there is a chat template."""
+    """Return the conversation as text, with special tokens if there is a chat template."""
     if tokenizer.chat_template:
         return str(tokenizer.apply_chat_template(history, add_generation_prompt=True, tokenize=False))
     return "".join(f"{m['role']}: {m['content']}\n" for m in history) + "assistant:"
@@ -206,7 +206,7 @@ def _run_process(title: str, folder: str, store: str, compare: bool, console: Co
 
 
 def _events(arguments: list[str]) -> Iterator[dict[str, Any]]:
-    """Run one process of the demo and yield what it reports, a JSON object per line."""
+    """Run one process of the demo and yield its reports, a JSON object per line."""
     command = [sys.executable, "-m", "kvkit.bench.demo", *arguments]
     with (
         tempfile.TemporaryFile("w+") as errors,

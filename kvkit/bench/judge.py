@@ -1,7 +1,7 @@
-"""A model that is asked what methods of blending make of a sample, against full recompute.
+"""Judge of blending methods: compares a model's answers over blended KV with those of full recompute.
 
-A sample's prompt is computed in full once, each of its documents once alone; every method then blends the
-same documents. Compared are the distributions of the tokens that follow the prompt in the text.
+The judge computes a sample's prompt in full, and each of its documents alone; every method then blends the
+same documents. It compares the distributions of the continuation's tokens.
 """
 
 from __future__ import annotations
@@ -38,13 +38,14 @@ BLOCK_ROWS = 32
 
 @dataclass(frozen=True, slots=True)
 class Method:
-    """A way to fill in a prompt's KV.
+    """Method that fills in a prompt's KV.
 
     Args:
-        selection: how tokens to compute again are chosen.
-        mask: "" for the right one, or that of another system: `bottom right` (CacheBlend's code: of M rows
-            and N keys, row i sees keys up to N - M + i) or `blocks` (LMCache 0.5's sparse kernel: 32 selected
-            rows see the keys before the last one's block of 32; rows of an incomplete block get zeros).
+        selection: selection of the tokens to recompute.
+        mask: "" for the correct mask, or that of another system: `bottom right` (CacheBlend's code: with M
+            rows and N keys, row i sees keys up to N - M + i) or `blocks` (LMCache 0.5's sparse kernel: 32
+            selected rows see the keys before the block of 32 with the last row; rows of an incomplete block
+            get zeros).
     """
 
     selection: Selection
@@ -79,14 +80,14 @@ _OPTIONS: Mapping[str, tuple[str, Callable[[str], float]]] = {
 
 
 def method_named(name: str) -> Method:
-    """Find one of `METHODS`, or make "NAME .15": any blending method with a share of rows, no tokens besides.
+    """Return one of `METHODS`, or build a method from "NAME .15": a blending method and its ratio.
 
-    NAME is "default", one of `kvkit.blend.methods.registry.METHODS` or package.module:name; without a share
-    it has that of the default. Of "NAME .40, covering .8" the latter is `Selection.coverage`, of "NAME .15,
-    first 8" `Selection.first_n`.
+    NAME is "default", one of `kvkit.blend.methods.registry.METHODS` or package.module:name. Without a ratio,
+    the default's applies. In "NAME .40, covering .8" the option sets `Selection.coverage`, in "NAME .15,
+    first 8" `Selection.first_n`, which is otherwise 0 unless NAME is "default".
 
     Raises:
-        BenchError: it is neither.
+        BenchError: the name is neither.
     """
     if name in METHODS:
         return METHODS[name]
@@ -102,7 +103,7 @@ def method_named(name: str) -> Method:
         for option in options:
             word, _, value = option.partition(" ")
             if word not in _OPTIONS:
-                raise ValueError(f"{option!r} is no option")
+                raise ValueError(f"{option!r} is not an option")
             field, of = _OPTIONS[word]
             chosen[field] = of(value)
         return Method(replace(selection, **chosen))
@@ -116,17 +117,17 @@ def method_named(name: str) -> Method:
 
 
 class NotBlendable(BenchError):
-    """A model whose layers kvkit cannot compute itself: they are not like Llama's."""
+    """kvkit cannot compute the model's layers itself: they differ from Llama's."""
 
 
 class MeasuredModel:
-    """A Hugging Face causal language model, in eval mode, that is asked what it makes of a continuation.
+    """Hugging Face causal language model, in eval mode, that measures continuations of prompts.
 
     Attributes:
-        lead: what its tokenizer begins every prompt with, int32 [n]; often `<bos>`, or nothing.
+        lead: first tokens of every prompt by its tokenizer, int32 [n]; often `<bos>`, or empty.
 
     Raises:
-        LayoutError: its KV cannot be cached, see `probe_layout`.
+        LayoutError: the model's KV cannot be cached, see `probe_layout`.
     """
 
     def __init__(self, model: Any) -> None:
@@ -136,30 +137,33 @@ class MeasuredModel:
         self.weights = model_fingerprint(model)
 
     def logits(self, ids: NDArray[np.int32], kv: GrowingCache, keep: int = 1) -> torch.Tensor:
-        """Logits [keep, V] of the last tokens (0: of all) after those in `kv`, whose KV is appended."""
+        """Return logits [keep, V] of the last tokens of `ids` (0: of all); appends their KV to `kv`."""
         inputs = torch.from_numpy(ids.astype(np.int64))[None].to(self.model.device)
         out = self.model(input_ids=inputs, past_key_values=kv, use_cache=True, logits_to_keep=keep)
         logits: torch.Tensor = out.logits[0]
         return logits
 
     def says(self, last: torch.Tensor, sample: Sample, kv: GrowingCache) -> list[int]:
-        """The likeliest tokens after `last` [1, V], one after the other, as many as the answer has."""
+        """Return greedy tokens, as many as the answer has, from the logits `last` [1, V]. Mutates `kv`."""
         said = [int(last.argmax())]
         while len(said) < sample.answer:
             said.append(int(self.logits(np.array(said[-1:], np.int32), kv).argmax()))
         return said
 
     def follow(self, last: torch.Tensor, sample: Sample, kv: GrowingCache) -> torch.Tensor:
-        """Log probabilities [C, V] of every token of the continuation, given those before it."""
+        """Return log probabilities [C, V] of the continuation's tokens, each given the earlier ones.
+
+        Mutates `kv`.
+        """
         rest = self.logits(sample.continuation[:-1], kv, 0)
         return torch.cat([last, rest]).float().log_softmax(-1)
 
 
 class Judge(MeasuredModel):
-    """Measures methods on samples, whose prompts and documents stand behind `lead`.
+    """Judge of methods on samples; every prompt and document follows `lead`.
 
     Args:
-        auxiliary: for methods that need one.
+        auxiliary: auxiliary model of methods that need one.
 
     Raises:
         BlendError: the model cannot be blended.
@@ -172,15 +176,14 @@ class Judge(MeasuredModel):
 
     @torch.inference_mode()
     def measure(self, sample: Sample, methods: Mapping[str, Method] = METHODS) -> dict[str, Measures]:
-        """Figures of every method, and of `full` recompute.
+        """Return figures of every method, and of `full` recompute.
 
         Returns:
-            by method: kl, mean KL divergence from full recompute's distributions, in nats a token; top1,
-            share of tokens where the most likely one is the same; nll, mean negative log likelihood of the
-            continuation; where an answer is asked for, exact, 1 if the most likely tokens are it, and f1, of
-            as many tokens, each said after those before; rows, share of tokens * layers that were computed;
-            seconds, of the processor, all its threads together, or of a GPU, for the prefill, with the KV
-            that was found elsewhere in place.
+            by method: kl, mean KL divergence from full recompute's distributions, in nats per token; top1,
+            share of tokens with the same most likely token; nll, mean negative log likelihood of the
+            continuation; if the sample has an answer, exact, 1 if the most likely tokens are the answer, and
+            f1, of as many tokens generated greedily; rows, computed share of tokens * layers; seconds of the
+            prefill after the reused KV is in place: CPU time of all threads, or wall time on a GPU.
         """
         sample = sample.behind(self.lead)
         total = len(sample.prompt)
@@ -207,7 +210,7 @@ class Judge(MeasuredModel):
         return measured
 
     def _f1(self, last: torch.Tensor, logits: torch.Tensor, sample: Sample, kv: GrowingCache) -> Measures:
-        """The F1 of the answer's tokens; sets `kv` back to the prompt."""
+        """Return the F1 of the answer's tokens; truncates `kv` to the prompt if it generates."""
         if not sample.answer:
             return {}
         wanted = sample.continuation[: sample.answer].tolist()
@@ -217,7 +220,7 @@ class Judge(MeasuredModel):
         return {"f1": f1(self.says(last, sample, kv), wanted)}
 
     def documents(self, sample: Sample, room: int) -> tuple[GrowingCache, BlendPlan]:
-        """KV of every document computed alone behind `lead` and moved to its place, and the plan."""
+        """Return KV of every document, computed alone after `lead` and rotated to its place, and the plan."""
         found, lead = GrowingCache(self.layout, room, self.decoder.device), len(self.lead)
         for start, stop in sample.documents:
             ids = np.concatenate([self.lead, sample.prompt[start:stop]])
@@ -243,7 +246,7 @@ class Judge(MeasuredModel):
 
 
 def _now(device: torch.device) -> float:
-    """Seconds of the processor, or of the clock when a GPU is done."""
+    """Return CPU seconds, or on a GPU wall seconds after its work is complete."""
     if device.type != "cuda":
         return time.process_time()
     torch.cuda.synchronize(device)
@@ -253,7 +256,7 @@ def _now(device: torch.device) -> float:
 def figures_of(
     full: torch.Tensor, ours: torch.Tensor, sample: Sample, rows: float, seconds: float
 ) -> Measures:
-    """Measures of log probabilities [C, V] against those of full recompute."""
+    """Return figures of log probabilities [C, V], compared with those of full recompute."""
     wanted = torch.from_numpy(sample.continuation.astype(np.int64)).to(ours.device)
     best = ours.argmax(-1)
     right = (best == wanted)[: sample.answer]
@@ -272,16 +275,16 @@ def _bottom_right(tokens: int) -> Sees:
 
 
 class _BlockMask(HuggingFaceDecoder):
-    """A decoder whose selected rows attend as with LMCache's sparse kernel; see `Method.mask`."""
+    """Decoder with the attention mask of LMCache's sparse kernel for selected rows; see `Method.mask`."""
 
     def __init__(self, decoder: HuggingFaceDecoder, plan: BlendPlan) -> None:
-        vars(self).update(vars(decoder))  # the same model, which need not be probed again
+        vars(self).update(vars(decoder))  # the same model: avoids probing it again
         self.plan = plan
         self.zeros: NDArray[np.intp] = np.zeros(0, np.intp)
 
     def sees(self, positions: Positions) -> Positions:
         selected = np.flatnonzero(~np.isin(positions, self.plan.computed))
-        if len(positions) == int((~self.plan.exact).sum()):  # layer 0, which is dense
+        if len(positions) == int((~self.plan.exact).sum()):  # layer 0 is dense
             selected = selected[:0]
         seen = positions.copy()
         whole = len(selected) // BLOCK_ROWS * BLOCK_ROWS
@@ -292,17 +295,17 @@ class _BlockMask(HuggingFaceDecoder):
         return seen
 
     def post(self, layer: int, h: torch.Tensor, o: torch.Tensor) -> torch.Tensor:
-        if layer < self.layers - 1:  # after the last layer there is only the question's last row
+        if layer < self.layers - 1:  # the last layer has only the question's last row
             o[torch.from_numpy(self.zeros)] = 0
         return super().post(layer, h, o)
 
 
 def load_judge(model: str | None, console: Console) -> tuple[Judge, Encode, str]:
-    """A model (None: SmolLM2-135M) ready to be measured, its tokenizer as a function, and its name.
+    """Load a judge of a model (None: SmolLM2-135M), its tokenizer as a function, and its name.
 
     Raises:
         BenchError: a package is missing, or the model cannot be loaded.
-        NotBlendable: it cannot be blended layer by layer.
+        NotBlendable: the model cannot be blended layer by layer.
     """
     try:
         judge, encode = load_measured(model, console, Judge)
@@ -312,7 +315,7 @@ def load_judge(model: str | None, console: Console) -> tuple[Judge, Encode, str]
 
 
 def load_auxiliary(name: str, model: str | None, console: Console) -> AuxiliaryModel:
-    """Another model for methods that need one, beside `model`: hub id, folder or "gemma".
+    """Load an auxiliary model for `model`; `name`: hub id, folder or "gemma".
 
     Raises:
         BenchError: a package is missing, or a model cannot be loaded.
@@ -322,7 +325,7 @@ def load_auxiliary(name: str, model: str | None, console: Console) -> AuxiliaryM
 
 
 def load_measured(model: str | None, console: Console, make: Callable[[Any], M]) -> tuple[M, Encode]:
-    """What `make` makes of a model (None: SmolLM2-135M), and its tokenizer as a function.
+    """Load a model (None: SmolLM2-135M), wrap it with `make`, and return it and its tokenizer as a function.
 
     Raises:
         BenchError: a package is missing, or the model cannot be loaded.
@@ -340,5 +343,5 @@ def load_measured(model: str | None, console: Console, make: Callable[[Any], M])
 
 
 def _placed(model: Any) -> Any:
-    """The model on a GPU, if there is one."""
+    """Move the model to a GPU, if there is one."""
     return model.to("cuda") if torch.cuda.is_available() else model

@@ -1,4 +1,4 @@
-"""The options of `kvkit bench serve`: what is sent, and to whom."""
+"""Options of `kvkit bench serve`: requests and servers."""
 
 from __future__ import annotations
 
@@ -11,60 +11,67 @@ import typer
 
 @dataclass(frozen=True, slots=True)
 class Traffic:
-    """What every server is sent."""
+    """Requests sent to every server."""
 
     workloads: Annotated[
         str,
         typer.Option(
-            help="document-qa, document-permutation, chat, system-prompt, rag, random; default: all of them"
+            help="document-qa, document-permutation, chat, system-prompt, rag, random; default: all"
         ),
     ] = ""
     trace: Annotated[
         str,
         typer.Option(
-            help="a trace in their place, as for `kvkit simulate`: a file, or chat, rag, agents or mixed; "
-            "--requests of its prompts, of their lengths"
+            help="a trace instead of workloads, as in `kvkit simulate`: file, chat, rag, agents or mixed; "
+            "sends its first --requests prompts at their lengths"
         ),
     ] = ""
     speed: Annotated[
         float | None,
-        typer.Option(min=1e-3, max=1e6, help="times as fast as the trace; default: when there is room"),
+        typer.Option(
+            min=1e-3, max=1e6, help="speed-up of the trace's arrival times; default: send when a slot is free"
+        ),
     ] = None
-    requests: Annotated[int, typer.Option(min=2, max=10**6, help="of a workload, each round")] = 16
-    words: Annotated[int, typer.Option(min=64, max=10**6, help="of a prompt, about a token each")] = 1500
-    max_tokens: Annotated[int, typer.Option(min=1, max=10**6, help="of an answer")] = 16
-    concurrency: Annotated[int, typer.Option(min=1, max=1024, help="requests under way at a time")] = 1
+    requests: Annotated[int, typer.Option(min=2, max=10**6, help="requests per workload and round")] = 16
+    words: Annotated[int, typer.Option(min=64, max=10**6, help="words per prompt, about a token each")] = 1500
+    max_tokens: Annotated[int, typer.Option(min=1, max=10**6, help="tokens per answer")] = 16
+    concurrency: Annotated[int, typer.Option(min=1, max=1024, help="maximum requests in flight")] = 1
     rate: Annotated[
-        float | None, typer.Option(min=1e-3, max=1e6, help="requests per second; default: when there is room")
+        float | None,
+        typer.Option(min=1e-3, max=1e6, help="requests per second; default: send when a slot is free"),
     ] = None
-    rounds: Annotated[int, typer.Option(min=1, max=1000, help="of each workload, with other text")] = 1
-    seed: Annotated[int, typer.Option(min=0, help="of the text; a cache that stays wants another")] = 0
-    timeout_s: Annotated[float, typer.Option(min=0.1, max=86400, help="of a request")] = 300.0
+    rounds: Annotated[
+        int, typer.Option(min=1, max=1000, help="rounds of each workload, each with other text")
+    ] = 1
+    seed: Annotated[
+        int, typer.Option(min=0, help="seed of the text; change it for a cache that persists between runs")
+    ] = 0
+    timeout_s: Annotated[float, typer.Option(min=0.1, max=86400, help="timeout of a request, in seconds")] = (
+        300.0
+    )
 
 
 @dataclass(frozen=True, slots=True)
 class Targets:
-    """The servers: those that run, and those that are started."""
+    """Servers to measure: running ones, and ones to start."""
 
     systems: Annotated[
         str,
         typer.Option(
-            help="vLLM to start: plain, prefix-caching, kvkit, kvkit-blend, lmcache; default: plain, kvkit, "
-            "lmcache, none with --url"
+            help="vLLM servers to start: plain, prefix-caching, kvkit, kvkit-blend, lmcache; default: plain, "
+            "kvkit, lmcache; none with --url"
         ),
     ] = ""
     url: Annotated[
         list[str] | None,
-        typer.Option(help="an OpenAI-compatible server that runs, also as NAME=URL; can be repeated"),
+        typer.Option(help="a running OpenAI-compatible server, also as NAME=URL; can be repeated"),
     ] = None
     model: Annotated[
         str | None, typer.Option(help="hub id, folder or gemma; default: SmolLM2-135M, a URL's first model")
     ] = None
-    memory_gib: Annotated[int, typer.Option(min=1, help="of kvkit's memory tier, and of LMCache's")] = 1
-    config: Annotated[Path | None, typer.Option(help="kvkit's TOML file, in place of that memory tier")] = (
-        None
-    )
-    vllm: Annotated[str, typer.Option(help="more of vLLM's options, such as '--dtype float32'")] = ""
+    memory_gib: Annotated[int, typer.Option(min=1, help="GiB of kvkit's memory tier, and of LMCache's")] = 1
+    config: Annotated[Path | None, typer.Option(help="kvkit's TOML file, instead of that memory tier")] = None
+    vllm: Annotated[str, typer.Option(help="additional options of vLLM, such as '--dtype float32'")] = ""
     interleave: Annotated[
         bool, typer.Option("--interleave", help="start all systems at once; they take turns")
     ] = False

@@ -1,11 +1,11 @@
-"""A conversation over a prefill engine and a decode engine behind the router, and over plain vLLM.
+"""Conversation over a prefill engine (P) and a decode engine (D) behind the router, and over plain vLLM.
 
-The four flows are settings of the two engines, nothing else:
+The four flows differ only in the settings of the two engines:
 
-    handoff   P sends every prompt to D
-    pool      and D stores prompts and answers in a shared folder, in which P finds the next turn's beginning
-    pull      or P asks D what it keeps in memory, and pulls that
-    both      or P seeks it in the folder first, then at D
+    handoff   P sends the KV of every prompt to D
+    pool      also, D stores prompts and answers in a shared folder; P finds the next turn's prefix there
+    pull      also, P looks up the prefix in D's memory tier and pulls it
+    both      also, P looks it up in the folder first, then in D's memory tier
 """
 
 from __future__ import annotations
@@ -33,24 +33,24 @@ from kvkit.simulate.report import panels
 
 TURNS = 4
 WORDS = 1600
-"""Of all turns."""
+"""Words of all turns together."""
 CHUNK_TOKENS = 256
 BLOCK_BYTES = 1 << 30
-"""Of each server, at most: more is of no use to one conversation."""
+"""Maximum bytes of KV blocks per server: one conversation needs no more."""
 TIER_BYTES = 5 << 28
-"""Of both engines: staging twice, the memory tier, the buffer."""
+"""Bytes of both engines: staging twice, the memory tier, the buffer."""
 FLOWS = ("handoff", "pool", "pull", "both")
 _TIMEOUT_S = 300.0
 
 
 @dataclass(frozen=True, slots=True)
 class PdTurn:
-    """One turn over both engines, and over plain vLLM."""
+    """Measurements of one turn, over both engines and over plain vLLM."""
 
     prompt_tokens: int
-    prefill_hits: dict[str, int]  # tokens of the records that P loaded, by tier
-    decode_received: dict[str, int]  # of those that D loaded
-    ttft_s: float  # to the first piece of text, over the router
+    prefill_hits: dict[str, int]  # tokens of records loaded by P, by tier
+    decode_received: dict[str, int]  # tokens of records loaded by D, by tier
+    ttft_s: float  # time to the first piece of text, through the router
     plain_ttft_s: float
     identical: bool  # whether both gave the same text
 
@@ -58,16 +58,16 @@ class PdTurn:
 def run(
     flow: str, model: str | None, vllm: str, json_path: Path, png_path: Path, console: Console
 ) -> list[PdTurn]:
-    """Have the conversation twice, print it as a table, write its figures and draw it; returns its turns.
+    """Hold the conversation twice, print a table, write figures and a picture; returns the turns.
 
     Args:
         flow: one of `FLOWS`.
         model: hub id, folder or gemma; None: SmolLM2-135M-Instruct; both from PyPI packages.
-        vllm: more of vLLM's command line; what is there of memory stands.
+        vllm: additional options of vLLM; options about memory override kvkit's choice.
 
     Raises:
-        BenchError: an argument is wrong, there is no folder to write to, vLLM is missing, the machine has too
-            little memory for both engines, a server cannot be started, or a request failed.
+        BenchError: an argument is wrong, the folder to write to does not exist, vLLM is missing, the machine
+            has too little memory for both engines, a server cannot be started, or a request failed.
         ModelError: the model cannot be fetched.
     """
     if flow not in FLOWS:
@@ -116,13 +116,13 @@ def run(
 
 
 def _halves(cores: Sequence[int]) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """The cores of each engine: a worker of vLLM that waits would keep another's from running on its own."""
+    """Return the cores of each engine: on shared cores, a waiting vLLM worker blocks the other engine."""
     middle = len(cores) // 2
     return (tuple(cores[:middle]), tuple(cores[middle:])) if middle else ((), ())
 
 
 def settings(flow: str, address: str, pool: Path) -> dict[str, str]:
-    """The TOML file of each engine, by role; `address` is where D listens, `pool` the shared folder."""
+    """Return the TOML text of each engine, by role; `address`: D's handoff address, `pool`: shared folder."""
     pools, pulls = flow in ("pool", "both"), flow in ("pull", "both")
     shared = [f'[tiers.pool]\nurl = "file://{pool}"\nscope = "shared"'] if pools else []
     near = ['[tiers.memory]\ncapacity = "256MiB"'] if pulls else []
@@ -146,10 +146,10 @@ def _policy(retrieve_from: list[str], store_to: list[str]) -> str:
 def converse(
     server: Target, engines: Sequence[Target], say: Say
 ) -> list[tuple[Completion, list[dict[str, int]]]]:
-    """The answer to each turn, and what each of `engines` loaded meanwhile, by tier.
+    """Hold the conversation; returns for each turn the answer and the tokens each engine loaded, by tier.
 
     Raises:
-        BenchError: a request failed, or an engine does not tell what it loaded.
+        BenchError: a request failed, or the metrics of an engine cannot be read.
     """
     history = ""
     found = []
@@ -169,10 +169,10 @@ def converse(
 
 
 def table(turns: Sequence[PdTurn]) -> Table:
-    """The turns as a table."""
+    """Return the turns as a table."""
     columns = ("turn", "prompt", "P loaded", "D loaded", "TTFT", "plain vLLM", "same text")
     numbers = ("turn", "prompt", "TTFT", "plain vLLM")
-    shown = Table(caption="what is loaded comes in whole records")
+    shown = Table(caption="engines load whole records")
     for name in columns:
         shown.add_column(name, justify="right" if name in numbers else "left")
     for number, turn in enumerate(turns, 1):
@@ -189,7 +189,7 @@ def table(turns: Sequence[PdTurn]) -> Table:
 
 
 def draw(turns: Sequence[PdTurn], path: Path) -> None:
-    """Draw a panel per turn: P, D and what is between them, an arrow for the tokens that came each way."""
+    """Draw a panel per turn: P, D and the pool, with an arrow for the tokens that moved each way."""
     figure, each = panels(len(turns), 3.6, 2.6)
     for number, (axes, turn) in enumerate(zip(each, turns, strict=True), 1):
         axes.set(title=f"turn {number}: {turn.prompt_tokens} tokens", xlim=(-0.5, 2.5), ylim=(-0.6, 1.5))
@@ -217,15 +217,15 @@ def draw(turns: Sequence[PdTurn], path: Path) -> None:
 
 _PLACES = {"P": (0.0, 0.0), "D": (2.0, 0.0), "pool": (1.0, 1.2)}
 _FROM = {"pool": "pool", "decode": "D", "handoff": "P"}
-"""Where a tier's KV comes from."""
+"""Origin of the KV of each tier."""
 
 
 def _ways(turn: PdTurn) -> list[tuple[str, str, int]]:
-    """(engine, tier, tokens) of what came to an engine from elsewhere; D's own memory is not elsewhere."""
+    """Return (engine, tier, tokens) of loads from outside an engine, so without D's own memory tier."""
     both = [("P", turn.prefill_hits), ("D", turn.decode_received)]
     return [(name, tier, count) for name, hits in both for tier, count in hits.items() if tier in _FROM]
 
 
 def by_tier(tokens: Mapping[str, int]) -> str:
-    """How many tokens came from which tier, in words."""
+    """Return the number of tokens per tier in words."""
     return ", ".join(f"{count} from {tier}" for tier, count in tokens.items()) or "nothing"

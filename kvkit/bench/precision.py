@@ -1,4 +1,4 @@
-"""What records of fewer bits do to a model's answers: the KV of a prompt in 8 bits against KV as it is."""
+"""Effect of quantised records on a model's answers: 8-bit KV of a prompt against KV in full precision."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ from kvkit.moving import precision as gate
 from kvkit.observe.progress import Say, counted
 
 GATE_SAMPLES, ROUNDS = 4, 4
-"""Samples of each set, and how often as many are measured, until they say for sure."""
+"""Samples per set in each round, and the maximum number of rounds until the verdict is sure."""
 
 
 def restore(kv: GrowingCache, source: GrowingCache, tokens: int, precision: Precision) -> None:
-    """Fill `kv` with the first tokens of `source` as they come back from records. Mutates `kv`."""
+    """Fill `kv` with the first tokens of `source`, quantised and dequantised. Mutates `kv`."""
     for layer, held in zip(kv.layers, source.layers, strict=True):
         k, v = held.room_k[:, :, :tokens], held.room_v[:, :, :tokens]
         sizes = k.shape[-1], v.shape[-1]
@@ -39,13 +39,13 @@ def restore(kv: GrowingCache, source: GrowingCache, tokens: int, precision: Prec
 
 
 class PrecisionJudge(MeasuredModel):
-    """Measures on samples what the KV of all of a prompt but its last token does when it passes 8 bits."""
+    """Judge of quantisation on samples: quantises the KV of all prompt tokens but the last."""
 
     @torch.inference_mode()
     def measure(
         self, sample: Sample, forms: Sequence[Precision] = get_args(Precision)
     ) -> dict[str, Measures]:
-        """Figures of each precision and `full`, as `Judge.measure` has them; rows, seconds: NaN."""
+        """Return figures of each precision and of `full`, as `Judge.measure`; rows and seconds are NaN."""
         sample = sample.behind(self.lead)
         stored, room = len(sample.prompt) - 1, len(sample.prompt) + len(sample.continuation)
         kv, nan = GrowingCache(self.layout, room, self.model.device), float("nan")
@@ -60,10 +60,10 @@ class PrecisionJudge(MeasuredModel):
 
 
 def load(model: str | None, console: Console) -> tuple[PrecisionJudge, Encode]:
-    """A model (None: SmolLM2-135M) ready to be measured, and its tokenizer as a function.
+    """Load a model (None: SmolLM2-135M) to be measured, and its tokenizer as a function.
 
     Raises:
-        BenchError: a package is missing, or the model cannot be loaded or its KV not cached.
+        BenchError: a package is missing, the model cannot be loaded, or its KV cannot be cached.
     """
     try:
         return load_measured(model, console, PrecisionJudge)
@@ -79,17 +79,17 @@ def measure_gate(
     say: Say,
     tokens: int = 768,
 ) -> dict[str, Any]:
-    """Measure a precision on `GATE_SAMPLES` samples of every set, and keep what `gate.decide` says of it.
+    """Measure a precision on `GATE_SAMPLES` samples of every set, and keep the verdict of `gate.decide`.
 
-    Where another draw of samples could decide otherwise, more are measured, up to `ROUNDS` times as many.
+    Measures more samples, up to `ROUNDS` times as many, while another draw could change the verdict.
 
     Args:
-        names: of the weights; the verdict is kept under each.
-        say: is told every few seconds how many samples of a round are measured.
+        names: names of the weights; the verdict is kept under each.
+        say: called every few seconds with the number of measured samples of a round.
 
     Returns:
-        What `gate.decide` gives, with kl_interval, top1_interval, samples, sure, paths; exact, the share of
-        codes that were repeated, and full_exact, that over KV of full precision.
+        the verdict of `gate.decide`, with kl_interval, top1_interval, samples, sure, paths; exact, the share
+        of codes repeated correctly, and full_exact, the same with KV in full precision.
     """
     drawn = [samples(kind, encode, ROUNDS * GATE_SAMPLES, tokens) for kind in SETS]
     found: list[dict[str, Measures]] = []

@@ -1,4 +1,4 @@
-"""What blending does to a model's answers: methods of selection against full recompute, task by task."""
+"""Effect of blending on a model's answers: methods of selection against full recompute, by task."""
 
 from __future__ import annotations
 
@@ -40,10 +40,10 @@ def run(
     sets: Sequence[str] = tuple(SETS),
     seed: int = 0,
 ) -> Iterator[dict[str, Any]]:
-    """Measure `count` samples of every set; yields {"set", "sample", "measured"} as they are finished.
+    """Measure `count` samples of every set, and yield {"set", "sample", "measured"} for each.
 
-    Appends each to `path`, a line of JSON, and takes from there what an earlier run with the same model and
-    text has finished: only methods that it did not measure are.
+    Appends every measurement to `path` as a line of JSON. Reuses measurements in `path` of the same model and
+    text, and measures only the missing methods.
     """
     drawn = [[(kind, sample) for sample in samples(kind, encode, count, tokens, seed)] for kind in sets]
     turns = enumerate(itertools.zip_longest(*drawn))  # a file may have fewer samples
@@ -61,7 +61,7 @@ def run(
             left = {name: method for name, method in methods.items() if settings[name] not in known}
             if left:
                 measured = judge.measure(sample, left)
-                if "full" in known:  # seconds are compared with those that full recompute took beside them
+                if "full" in known:  # scale seconds by full recompute, which was measured again beside them
                     slower = measured["full"]["seconds"] / known["full"]["seconds"]
                     for one in measured.values():
                         one["seconds"] /= slower
@@ -74,18 +74,18 @@ def run(
 
 
 def _identity(judge: Measuring, sample: Sample) -> str:
-    """A digest of all that decides a sample's figures, but for the method."""
+    """Return a digest of everything that determines a sample's figures, except the method."""
     sample = sample.behind(judge.lead)
     text = sample.prompt.tobytes() + sample.continuation.tobytes() + repr(sample.documents).encode()
     return hashlib.blake2b(judge.weights.encode() + text, digest_size=12).hexdigest()
 
 
 def summarise(entries: Sequence[Mapping[str, Any]]) -> dict[str, dict[str, dict[str, Any]]]:
-    """Of every set and method: mean figures, with a 95 % interval [low, high] for those of `FIGURES`.
+    """Return mean figures by set and method, with 95 % intervals [low, high] for those of `FIGURES`.
 
-    `kl_p`, `f1_p`: the p of a paired test against `BASELINE`. `kl_of_k_deviation`: the KL divergence over
-    that of K deviation at the same ratio, with its interval. `speedup`: full recompute's seconds of the
-    processor over the method's, of the medians.
+    `kl_p`, `f1_p`: p of a paired test against `BASELINE`. `kl_of_k_deviation`: KL divergence relative to that
+    of K deviation at the same ratio, with its interval. `speedup`: median seconds of full recompute relative
+    to the method's.
     """
     sets: dict[str, list[dict[str, Measures]]] = {}
     for entry in entries:
@@ -94,10 +94,10 @@ def summarise(entries: Sequence[Mapping[str, Any]]) -> dict[str, dict[str, dict[
 
 
 def overall(entries: Sequence[Mapping[str, Any]]) -> dict[str, dict[str, Any]]:
-    """By method, means over the sets; of `exact` and `f1` over those that have an answer.
+    """Return mean figures over the sets by method; `exact` and `f1` over sets with answers.
 
-    Each set counts alike. Intervals are of samples drawn again within each set. `f1_ahead`: by how much f1 is
-    more than that of `BASELINE`, and its interval, of the same samples for both.
+    Sets have equal weight. Intervals come from resampling within each set. `f1_ahead`: f1 minus that of
+    `BASELINE`, with the interval over the same resamples.
     """
     sets: dict[str, list[dict[str, Measures]]] = {}
     for entry in entries:
@@ -153,11 +153,11 @@ def _summary(found: Sequence[Mapping[str, Measures]], name: str) -> dict[str, An
 
 
 class Measuring(Protocol):
-    """Whoever measures methods on samples: `Judge`, and others that have the model elsewhere.
+    """Interface of judges, which measure methods on samples; see `kvkit.bench.judge.Judge`.
 
     Attributes:
-        weights: what tells the model's apart.
-        lead: int32 [n], what every prompt begins with.
+        weights: identifier of the model's weights.
+        lead: first tokens of every prompt, int32 [n].
     """
 
     weights: str
@@ -174,15 +174,15 @@ def measure_gate(
     tokens: int = 768,
     count: int | None = None,
 ) -> dict[str, Any]:
-    """Measure the default selection on a few samples of every set, and keep what `gate.decide` says of it.
+    """Measure the default selection on a few samples of every set, and keep the verdict of `gate.decide`.
 
     Args:
-        names: of the weights; the verdict is kept under each.
-        say: is told every few seconds how many samples are measured.
-        count: samples of each set; None: `GATE_SAMPLES`.
+        names: names of the weights; the verdict is kept under each.
+        say: called every few seconds with the number of measured samples.
+        count: samples per set; None: `GATE_SAMPLES`.
 
     Returns:
-        What `gate.decide` gives, with kl_interval, of_naive_interval, samples, paths.
+        the verdict of `gate.decide`, with kl_interval, of_naive_interval, samples, paths.
     """
     chosen = {name: METHODS[name] for name in GATE_METHODS}
     each = count or GATE_SAMPLES
@@ -200,7 +200,7 @@ def measure_gate(
 
 
 def table(kind: str, summary: Mapping[str, Mapping[str, Any]], wide: bool = False) -> Table:
-    """Build a table of one set's methods, cheapest first; with `wide` each figure has its interval."""
+    """Return a table of one set's methods, fewest rows first; with `wide`, every figure has its interval."""
     count = next(iter(summary.values()))["samples"]
     shown = Table(title=f"{kind}, {count} samples: against full recompute, with 95 % intervals")
     shown.add_column("method")
@@ -239,15 +239,15 @@ _MARKERS = "D^vPX*"
 
 
 def _family(name: str) -> str:
-    """The method of a name without its share of rows; with further options, all of the name."""
+    """Return a method's name without its ratio; a name with options is returned whole."""
     return name if "," in name else name.rpartition(" ")[0]
 
 
 def draw(summary: Mapping[str, Mapping[str, Mapping[str, Any]]], path: Path) -> None:
     """Draw quality against computed rows, a panel per set.
 
-    The legend has the default method, K deviation, and every method that is not kvkit's; kvkit's others are
-    small dots with their names.
+    The legend lists the default method, K deviation and custom methods; other methods of kvkit are small dots
+    with their names.
     """
     families = {"default": ("#2e4057", "o"), "k deviation": ("#d1495b", "s")}
     own = dict.fromkeys(

@@ -1,4 +1,4 @@
-"""What blending does to a model's answers, measured in vLLM: of models that vLLM alone can blend."""
+"""Effect of blending on a model's answers, measured in vLLM, for models that only vLLM can blend."""
 
 from __future__ import annotations
 
@@ -27,12 +27,12 @@ from kvkit.environment import gpu_name
 CHUNK_TOKENS = 128
 TOKENS = 768
 MORE_TOKENS = 768
-"""A prompt's question and answer, and what more its documents may have than asked for."""
+"""Room for a prompt's question and answer, and for documents longer than requested."""
 TIER_BYTES = 1 << 30
 
 
 def is_served(method: Method) -> bool:
-    """Whether a request of vLLM can ask for it."""
+    """Return whether a request to vLLM can select this method."""
     selection = method.selection
     try:
         served(selection.method)
@@ -45,16 +45,17 @@ def is_served(method: Method) -> bool:
 def opened(
     model: str, console: Console, methods: Mapping[str, Method], tokens: int = TOKENS
 ) -> Iterator[tuple[Judge | EngineJudge, Encode, Mapping[str, Method]]]:
-    """Who measures a model, its tokenizer as a function, and those of `methods` that can be had of it.
+    """Yield a judge of a model, its tokenizer as a function, and the `methods` that the judge supports.
 
-    In vLLM, until the context ends, where the model's layers are not like Llama's and there is vLLM.
+    If the model's layers differ from Llama's and vLLM is installed, the judge runs the model in vLLM until
+    the context ends.
 
     Args:
         model: hub id or folder.
-        tokens: of a prompt, about.
+        tokens: approximate tokens of a prompt.
 
     Raises:
-        BenchError: as `load_judge`; vLLM does not start with it, or does not blend it.
+        BenchError: as `load_judge`; or vLLM does not start with the model or cannot blend it.
     """
     try:
         judge, encode, _ = load_judge(model, console)
@@ -63,7 +64,7 @@ def opened(
     else:
         yield judge, encode, methods
         return
-    gc.collect()  # of the memory, a GPU's too, in which that was found out
+    gc.collect()  # frees the memory of the attempt, also on a GPU
     torch.cuda.empty_cache()
     some = {name: method for name, method in methods.items() if is_served(method)}
     try:
@@ -71,7 +72,7 @@ def opened(
     except ImportError:
         raise NotBlendable(why) from None
     left = "; ".join(name for name in methods if name not in some)
-    said = f"{why}: measured in vLLM" + (f", which has not: {left}" if left else "")
+    said = f"{why}: measured in vLLM" + (f", which does not support: {left}" if left else "")
     console.print(said, markup=False, highlight=False, soft_wrap=True)
     try:
         yield engine, engine.encode, some
@@ -80,20 +81,20 @@ def opened(
 
 
 class EngineJudge:
-    """Measures selections on samples, with a model that vLLM serves; as `kvkit.bench.judge.Judge`.
+    """Judge of selections on samples with a model that vLLM serves; see `kvkit.bench.judge.Judge`.
 
     Args:
         model: hub id or folder.
-        methods: what will be measured.
-        tokens: of a prompt, about.
+        methods: methods to measure.
+        tokens: approximate tokens of a prompt.
 
     Attributes:
-        lead: as `Judge` has it; documents stand behind it, and see it.
-        weights: what tells them apart.
+        lead: as in `Judge`; documents follow it and attend to it.
+        weights: identifier of the model's weights.
 
     Raises:
-        BenchError: vLLM does not start with it, or does not blend it.
-        ImportError: there is no vLLM.
+        BenchError: vLLM does not start with the model or cannot blend it.
+        ImportError: vLLM is not installed.
     """
 
     def __init__(self, model: str, methods: Mapping[str, Method], tokens: int = TOKENS) -> None:
@@ -119,7 +120,7 @@ class EngineJudge:
                 "blend": {"unchecked": True, "methods": sorted(names)},
                 "save_generated": False,
                 "lookup_timeout_s": 60.0,
-                "prefill_tokens_per_s": 0.01,  # a hit is always the faster
+                "prefill_tokens_per_s": 0.01,  # a hit is always faster than prefill
             },
         )
         try:
@@ -129,7 +130,7 @@ class EngineJudge:
                 enforce_eager=True,
                 max_model_len=tokens + MORE_TOKENS,
                 enable_prefix_caching=False,
-                disable_log_stats=False,  # they have the time to the first token
+                disable_log_stats=False,  # these contain the time to first token
                 logits_processors=[TeacherForcedText],
                 kv_transfer_config=transfer,
                 **({"kv_cache_memory_bytes": share.block_bytes} if share.block_bytes else {}),
@@ -143,10 +144,10 @@ class EngineJudge:
         self.encode: Encode = lambda text: list(tokenizer(text, add_special_tokens=False)["input_ids"])
 
     def measure(self, sample: Sample, methods: Mapping[str, Method]) -> dict[str, Measures]:
-        """Figures as `Judge.measure` has them; seconds are of the clock, reading documents included.
+        """Return figures as `Judge.measure`; seconds are wall time and include loading documents.
 
         Raises:
-            BenchError: what was stored of a document is not found again.
+            BenchError: the stored KV of a document was not found again.
         """
         sample = sample.behind(self.lead)
         alone = [np.concatenate([self.lead, sample.prompt[a:b]]).tolist() for a, b in sample.documents]
@@ -159,13 +160,13 @@ class EngineJudge:
         return measured
 
     def close(self) -> None:
-        """End the engine."""
+        """Shut down the engine."""
         self._llm.llm_engine.engine_core.shutdown()
 
     def _answer(self, sample: Sample, selection: Selection | None = None) -> tuple[torch.Tensor, Measures]:
-        """Log probabilities [C, V] of every token of the continuation, given those before it, and figures.
+        """Return log probabilities [C, V] of the continuation's tokens, each given those before, and figures.
 
-        Of the prompt seconds and, where it is blended, rows; of the answer, if there is one, f1.
+        Figures: seconds of the prompt; rows if it is blended; f1 if the sample has an answer.
         """
         from kvkit.adapters.vllm.teacher_forcing import FOLLOW
 
@@ -176,7 +177,7 @@ class EngineJudge:
             asked |= {"method": selection.method, "ratio": selection.ratio, "first_n": selection.first_n}
             extra = {"kv_transfer_params": {"blend": asked}}
         else:
-            prompt["cache_salt"] = uuid4().hex  # nothing is found
+            prompt["cache_salt"] = uuid4().hex  # prevents hits
         tokens = sample.continuation.tolist()
         with tempfile.TemporaryDirectory(prefix="kvkit-") as folder:
             file = Path(folder) / "said.npy"
@@ -188,29 +189,29 @@ class EngineJudge:
             figures["rows"] = self._rows(sample, selection, out.kv_transfer_params or {})
         if wanted := tokens[: sample.answer]:
             said = logits.argmax(-1)[: sample.answer].tolist()
-            if said != wanted:  # then each is said after what was said before
+            if said != wanted:  # then generate freely: each token after the model's own
                 (out,) = self._generate([prompt], max_tokens=sample.answer, extra_args=extra)
                 said = list(out.outputs[0].token_ids)
             figures["f1"] = f1(said, wanted)
         return logits, figures
 
     def _rows(self, sample: Sample, selection: Selection, params: Mapping[str, Any]) -> float:
-        """The share of tokens * layers that were computed, of a prompt whose answer has these parameters."""
+        """Return the computed share of tokens * layers of a prompt; `params`: those of its answer."""
         plan = self._plan(sample)
         counts: Mapping[str, int] = params.get("blend") or {"computed": 0}
         if not plan.reused.any():
             return len(plan.computed) / plan.tokens
         if counts["computed"] != len(plan.computed):
             raise BenchError(
-                f"of a prompt with {int(plan.reused.sum())} tokens in documents vLLM blended {counts}: they "
-                f"were not all kept, memory of {memory.gib(TIER_BYTES)} may be too small"
+                f"vLLM blended {counts} of a prompt that reuses {int(plan.reused.sum())} document tokens: "
+                f"not all were kept; the memory tier of {memory.gib(TIER_BYTES)} may be too small"
             )
         layers: int = self._llm.model_config.hf_text_config.num_hidden_layers
         looked = looks(selection, plan, layers) * len(plan.computed)
         return ((counts["computed"] + counts["recomputed"]) * layers + looked) / (plan.tokens * layers)
 
     def _plan(self, sample: Sample) -> BlendPlan:
-        """What vLLM makes of the prompt where all whole chunks of its documents are found."""
+        """Return vLLM's plan of the prompt if every whole chunk of its documents is found."""
         lead, exact = len(self.lead), 0
         spans = []
         for start, stop in sample.documents:

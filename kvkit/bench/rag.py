@@ -1,7 +1,7 @@
-"""A conversation over documents that change their order every turn: vLLM that blends, and plain vLLM.
+"""Conversation over documents in a new order every turn, over vLLM that blends and over plain vLLM.
 
-Both have vLLM's prefix cache on, which finds what begins as an earlier prompt did. Plain vLLM leads the
-conversation; vLLM with kvkit is given each document once, as when it is indexed, then the same prompts.
+Both use vLLM's prefix cache, which finds common prefixes of prompts. Plain vLLM holds the conversation; vLLM
+with kvkit first computes each document once, as when it is indexed, then gets the same prompts.
 """
 
 from __future__ import annotations
@@ -38,37 +38,37 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 ORDERS = ((0, 1, 2, 3), (2, 0, 3, 1), (3, 1, 0, 2), (1, 3, 2, 0))
-"""In which order each turn's prompt has the documents."""
+"""Order of the documents in each turn's prompt."""
 ASKED = (1, 3, 0, 2)
-"""Which of them each turn asks about."""
+"""Document that each turn asks about."""
 CODES = ("48217", "90356", "17742", "63085")
 TASK = "Answer by these documents."
 DOCUMENT_TOKENS = 4 * BLEND_CHUNK_TOKENS + 8
-"""Of a document with what stands before the first, about: a bit more than whole chunks, which are reused."""
+"""Approximate tokens of a document and the text before the first one: slightly more than whole chunks."""
 ANSWER_TOKENS = 8
 LISTED = 100
-"""Of so many tokens a server tells the probability."""
+"""Number of tokens with probabilities in an answer."""
 BLOCK_BYTES = 1 << 30
-"""Of vLLM's blocks, at most: more is of no use to one conversation."""
+"""Maximum bytes of vLLM's blocks: one conversation needs no more."""
 _TIMEOUT_S = 300.0
 _ROUNDING = 1e-9
 
 
 @dataclass(frozen=True, slots=True)
 class BlendTurn:
-    """One turn over vLLM that blends, and over plain vLLM; tokens are of its prompt."""
+    """Measurements of one turn, over vLLM that blends and over plain vLLM; tokens are those of the prompt."""
 
     prompt_tokens: int
-    exact_tokens: int  # whose KV was found behind the same tokens
-    blended_tokens: int  # whose KV was computed behind others, and is used so
-    recomputed_tokens: int  # whose KV was, and is computed again
-    computed_tokens: int  # whose KV was nowhere
-    ttft_s: float  # to the first piece of text
-    ttft_cold_s: float  # of plain vLLM
-    kl: float  # of the first token's distribution from plain vLLM's, in nats; see `divergence`
+    exact_tokens: int  # their KV was found after the same tokens
+    blended_tokens: int  # their KV was found after other tokens, and reused
+    recomputed_tokens: int  # their KV was found after other tokens, and recomputed
+    computed_tokens: int  # their KV was not found
+    ttft_s: float  # time to the first piece of text
+    ttft_cold_s: float  # the same of plain vLLM
+    kl: float  # KL divergence of the first token from plain vLLM, in nats; see `divergence`
     answer: str
     answer_cold: str
-    exact: bool  # whether the answer is right
+    exact: bool  # whether the answer is correct
     exact_cold: bool
 
     @property
@@ -77,15 +77,15 @@ class BlendTurn:
 
 
 def run(model: str | None, vllm: str, json_path: Path, png_path: Path, console: Console) -> list[BlendTurn]:
-    """Have the conversation twice, print it as a table, write its figures and draw it; returns its turns.
+    """Hold the conversation twice, print a table, write figures and a picture; returns the turns.
 
     Args:
         model: hub id, folder or gemma; None: SmolLM2-135M-Instruct; both from PyPI packages.
-        vllm: more of vLLM's command line; what is there of memory stands.
+        vllm: additional options of vLLM; options about memory override kvkit's choice.
 
     Raises:
-        BenchError: an argument is wrong, vLLM is missing, there is too little memory, a server cannot be
-            started, a request failed or was not blended.
+        BenchError: an argument is wrong, vLLM is missing, the machine has too little memory, a server
+            cannot be started, or a request failed or was not blended.
         ModelError: the model cannot be fetched.
     """
     check_folders(json_path, png_path)
@@ -126,7 +126,7 @@ def run(model: str | None, vllm: str, json_path: Path, png_path: Path, console: 
 def converse(
     server: Target, tokenizer: Any, documents: Sequence[str], warm: CompletionRequest, say: Say
 ) -> list[tuple[CompletionRequest, Completion]]:
-    """The conversation as `server` leads it after it was warmed up: each turn's request, and its answer.
+    """Warm up `server`, hold the conversation, and return the request and answer of each turn.
 
     Raises:
         BenchError: a request failed.
@@ -148,7 +148,7 @@ def converse(
 def replay(
     server: Target, plain: Sequence[tuple[CompletionRequest, Completion]], warm: CompletionRequest, say: Say
 ) -> list[BlendTurn]:
-    """The turns of a conversation over `server`, which blends, beside the answers that there are.
+    """Repeat a conversation over `server`, which blends; returns turns that compare both answers.
 
     Raises:
         BenchError: a request failed, or was not blended.
@@ -186,7 +186,7 @@ def replay(
 
 
 def index(server: Target, request: CompletionRequest) -> None:
-    """Have `server` compute each document of a request behind what stands before the first, and store it."""
+    """Make `server` compute and store each document of a request, after the text before the first one."""
     before = request.text[: request.documents[0][0]]
     for start, stop in request.documents:
         text = before + request.text[start:stop]
@@ -197,7 +197,7 @@ def index(server: Target, request: CompletionRequest) -> None:
 def turn_request(
     tokenizer: Any, documents: Sequence[str], history: Sequence[dict[str, str]], number: int
 ) -> CompletionRequest:
-    """The request of a turn: documents in front of what was said before, and the turn's question."""
+    """Return the request of a turn: documents, the conversation so far, and the turn's question."""
     said = [*history, _user(_question(number))]
     said[0] = _user("\n\n".join([TASK, *documents, said[0]["content"]]))
     text = render_text(tokenizer, said).removeprefix(tokenizer.bos_token or "") + _lead(number)
@@ -207,7 +207,7 @@ def turn_request(
 
 
 def texts(tokenizer: Any) -> list[str]:
-    """Documents, each from a text that every Python has, with an access code in it; then two to warm up."""
+    """Return documents from Python's documentation, each with an access code; the last two for warm-up."""
     from pydoc_data.topics import topics
 
     before = render_text(tokenizer, [_user(TASK)]).partition(TASK)[0] + TASK
@@ -222,10 +222,10 @@ def texts(tokenizer: Any) -> list[str]:
 
 
 def divergence(plain: Mapping[str, float], ours: Mapping[str, float]) -> float:
-    """KL divergence of `ours` from `plain`, log-probabilities of the likeliest tokens, in nats.
+    """Return the KL divergence of `ours` from `plain` in nats; both: log-probabilities of likely tokens.
 
-    Tokens that only one of them lists are taken together, as one: the result is never more than the true one
-    (by the log sum inequality), and less by little, where the lists have nearly all of the probability.
+    Tokens not in both lists count as one token. So the result never exceeds the true divergence (by the log
+    sum inequality), and is close to it if the common tokens have nearly all of the probability.
     """
     pairs = [(math.exp(plain[token]), math.exp(ours[token])) for token in plain.keys() & ours.keys()]
     rests = (max(_ROUNDING, 1 - sum(probabilities)) for probabilities in zip(*pairs, strict=True))
@@ -233,7 +233,7 @@ def divergence(plain: Mapping[str, float], ours: Mapping[str, float]) -> float:
 
 
 def table(turns: Sequence[BlendTurn]) -> Table:
-    """The turns as a table."""
+    """Return the turns as a table."""
     kinds = ("exact", "blended", "recomputed", "computed")
     heads = ("exact", "blended", "re-\ncomputed", "computed")
     columns = ("turn", "prompt", *heads, "plain\nTTFT", "TTFT", "speedup", "KL", "right")
@@ -251,7 +251,7 @@ def table(turns: Sequence[BlendTurn]) -> Table:
 
 
 def picture(turns: Sequence[BlendTurn]) -> Figure:
-    """Where each prompt's KV came from, and the time to the first token beside plain vLLM's."""
+    """Draw the source of each prompt's KV, and the times to first token of both servers."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(10, 3.8), layout="constrained")
@@ -276,10 +276,10 @@ def picture(turns: Sequence[BlendTurn]) -> Figure:
 
 
 def _answer(server: Target, request: CompletionRequest) -> Completion:
-    """What a server says to a request, with the probabilities of its first token.
+    """Send a request and return its answer, with probabilities of the first token.
 
     Raises:
-        BenchError: it failed.
+        BenchError: the request failed.
     """
     listed = {"logprobs": LISTED, "return_tokens_as_token_ids": True}
     answer = ask(server, request, request.text, _TIMEOUT_S, **listed)
@@ -301,5 +301,5 @@ def _question(number: int) -> str:
 
 
 def _lead(number: int) -> str:
-    """What the answer begins with: its first token is then the first of the code."""
+    """Return the start of the answer, so that the first generated token is the first of the code."""
     return f"Access code of {NAMES[ASKED[number]]}: "

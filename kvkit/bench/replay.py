@@ -1,4 +1,4 @@
-"""A trace's requests as prompts of words: what is equal in the trace is equal text, about a token a word."""
+"""Requests of a trace as prompts of words: equal chunks become equal text, about one token per word."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from kvkit.simulate.traces import Trace
 
 
 def replayed(trace: Trace, seed: int, requests: int, speed: float | None = None) -> list[CompletionRequest]:
-    """The first `requests` of a trace, in the order of their arrival.
+    """Return the first `requests` of a trace as completion requests, in order of arrival.
 
-    A session's requests come one after the other. What a server answers is not what the trace tells: a prompt
-    has words that stand for its chunks, and words of its own where it fills none.
+    Requests of a session are sent one after the other. A prompt has fixed words for each of its chunks, and
+    words of its own for the tokens after the last whole chunk. The trace's answers are not replayed.
 
     Args:
-        seed: of the words.
-        speed: so many times as fast as the trace; None: as soon as there is room.
+        seed: seed of the words.
+        speed: speed-up of the trace's arrival times; None: send as soon as a slot is free.
     """
     numbers: dict[str, int] = {}
     seen: set[str] = set()
@@ -42,7 +42,7 @@ def replayed(trace: Trace, seed: int, requests: int, speed: float | None = None)
 
 
 def prompts_alone(trace: Trace, requests: int) -> Trace:
-    """What `replayed` sends of a trace, for a simulation of the same: its answers are stored nowhere."""
+    """Return the trace without answers, as `replayed` sends it, to simulate the same requests."""
     some = trace.requests[:requests]
     alone = (replace(one, chunks=one.chunks[: one.prompt_chunks], output_tokens=0) for one in some)
     return Trace(trace.block_tokens, tuple(alone))

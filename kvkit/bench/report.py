@@ -1,4 +1,4 @@
-"""What servers did, workload by workload: a table, JSON and a picture."""
+"""Reports of measurements by workload: tables, JSON and a picture."""
 
 from __future__ import annotations
 
@@ -19,16 +19,16 @@ from kvkit.simulate.report import panels, summary
 
 @dataclass(frozen=True, slots=True)
 class Measured:
-    """All rounds of one workload on one system."""
+    """Measurements of all rounds of one workload on one system."""
 
     system: str
     workload: str
     answers: tuple[Completion, ...]
-    wall_s: float  # how long they took
-    hit_tokens: int | None  # of prompts, not computed; None where the server does not tell
+    wall_s: float  # duration of all rounds
+    hit_tokens: int | None  # prompt tokens not computed; None if the server does not report them
 
     def __add__(self, other: Measured) -> Measured:
-        """Both, as rounds of the same."""
+        """Return the rounds of both as one measurement."""
         told = self.hit_tokens is not None and other.hit_tokens is not None
         hits = (self.hit_tokens or 0) + (other.hit_tokens or 0) if told else None
         answers, wall_s = self.answers + other.answers, self.wall_s + other.wall_s
@@ -36,10 +36,11 @@ class Measured:
 
 
 def summarise(measured: Measured) -> dict[str, Any]:
-    """Plain numbers. Times are in seconds, percentiles by nearest rank, over requests without an error.
+    """Return a measurement as plain numbers: times in seconds, over requests without an error.
 
-    `ttft_s` is that of requests that a cache can help, `first_ttft_s` that of the others. `exact_answers` are
-    those that begin as they must, of the `judged_answers` of which that is known.
+    Percentiles are by nearest rank. `ttft_s` covers requests that a cache can help, `first_ttft_s` the
+    others. `exact_answers` counts answers that begin with the exact answer; `judged_answers` counts requests
+    with a known exact answer.
     """
     good = [answer for answer in measured.answers if answer.error is None]
     judged = [answer.exact for answer in good if answer.exact is not None]
@@ -63,8 +64,10 @@ def summarise(measured: Measured) -> dict[str, Any]:
 
 
 def overheads(found: Sequence[Measured]) -> dict[str, dict[str, float]]:
-    """What each system's time to the first token is to that of the first one, where nothing is reused: the
-    median of the ratios request by request, and their quartiles. Empty without the control."""
+    """Return the TTFT of each system relative to the first system, on the workload without reuse.
+
+    Per system: the median and quartiles of the ratios of equal requests. Empty if that workload was not run.
+    """
     control = [measured for measured in found if measured.workload == CONTROL]
     ratios = {}
     for measured in control[1:]:
@@ -77,7 +80,7 @@ def overheads(found: Sequence[Measured]) -> dict[str, dict[str, float]]:
 
 
 def as_json(found: Sequence[Measured]) -> dict[str, Any]:
-    """Summaries, overheads, and every request's figures without its text."""
+    """Return summaries, overheads, and the figures of every request without its text."""
     answers = [
         {"system": m.system, "workload": m.workload}
         | {key: value for key, value in asdict(answer).items() if key not in ("text", "top")}
@@ -88,7 +91,7 @@ def as_json(found: Sequence[Measured]) -> dict[str, Any]:
 
 
 def tables(found: Sequence[Measured]) -> list[Table]:
-    """A table per workload, and one of the overheads if there are any."""
+    """Return a table per workload, and one of the overheads if there are any."""
     made = []
     for workload in dict.fromkeys(measured.workload for measured in found):
         mine = [measured for measured in found if measured.workload == workload]
@@ -119,8 +122,7 @@ def tables(found: Sequence[Measured]) -> list[Table]:
 
 
 def draw(found: Sequence[Measured], path: Path) -> None:
-    """Draw times to the first token, a panel per workload, a line per system: the share of requests that
-    were answered within so many seconds.
+    """Draw the distribution of times to first token, a panel per workload and a line per system.
 
     Raises:
         BenchError: the picture cannot be written.

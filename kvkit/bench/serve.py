@@ -1,4 +1,4 @@
-"""`kvkit bench serve`: workloads against servers, side by side, in one invocation."""
+"""`kvkit bench serve`: workloads on several servers, side by side."""
 
 from __future__ import annotations
 
@@ -36,15 +36,15 @@ from kvkit.observe.terminal import show
 from kvkit.simulate.traces import trace_of
 
 TRACE = "trace"
-"""The name of a workload that is a trace."""
+"""Name of the workload that replays a trace."""
 
 
 def run(traffic: Traffic, targets: Targets, json_path: Path, png_path: Path | None, console: Console) -> None:
-    """Measure, print tables, write figures and picture. A system that is not installed is left out.
+    """Measure, print tables, write figures and a picture. Skips systems that are not installed.
 
     Raises:
-        BenchError: an option is wrong, nothing is left to measure, or a file cannot be written. A system did
-            not start or answer, or a request failed: what the others did is printed and written by then.
+        BenchError: an option is wrong, nothing is left to measure, or a file cannot be written. Also after
+            printing and writing all results, if a system did not start or answer, or a request failed.
         ConfigError, ModelError: kvkit's configuration is wrong, or the model cannot be fetched.
     """
     known = _known(traffic)
@@ -82,7 +82,7 @@ def run(traffic: Traffic, targets: Targets, json_path: Path, png_path: Path | No
         groups: list[Sequence[str | Target]] = [[*chosen, *running]]
         if not targets.interleave:
             groups = [*([system] for system in chosen), running]
-        for servers in groups:  # those of a group take turns
+        for servers in groups:  # servers of a group run at once and alternate
             with ExitStack() as stack:
                 ready = _start_all(servers, setup, stack, lost, say)
                 for measured in measure(ready, {w: known[w] for w in workloads}, traffic, lost, say):
@@ -125,9 +125,9 @@ def measure(
     lost: dict[str, str],
     say: Say,
 ) -> Iterator[Measured]:
-    """Every round of every workload on each server; who comes first changes with the round.
+    """Measure and yield every round of every workload on each server; each round starts with another one.
 
-    Mutates `lost`: a server that does not answer is left out, and named there with the reason.
+    Mutates `lost`: adds the reason for each server that does not answer; these are skipped.
     """
     ready = []
     for server in servers:
@@ -153,18 +153,20 @@ def measure(
 
 
 def _known(traffic: Traffic) -> dict[str, Workload]:
-    """What can be sent: the trace alone where there is one.
+    """Return the available workloads: only the trace, if there is one.
 
     Raises:
-        BenchError: options do not go together.
-        ConfigError: it is no trace.
+        BenchError: the options exclude each other.
+        ConfigError: the trace cannot be read.
     """
     if not traffic.trace:
         if traffic.speed is not None:
-            raise BenchError(f"speed = {traffic.speed:g}: it is of a trace; want --trace, or --rate")
+            raise BenchError(f"speed = {traffic.speed:g}: it applies to a trace; want --trace, or --rate")
         return dict(WORKLOADS)
     if traffic.workloads or traffic.rate is not None:
-        raise BenchError(f"trace = {traffic.trace!r}: want no workloads and no rate beside it, but --speed")
+        raise BenchError(
+            f"trace = {traffic.trace!r}: want no workloads and no rate with a trace; use --speed"
+        )
     trace = trace_of(traffic.trace, traffic.requests)
 
     def send(seed: int, requests: int, words: int) -> list[CompletionRequest]:
@@ -174,7 +176,7 @@ def _known(traffic: Traffic) -> dict[str, Workload]:
 
 
 def _round(make: Workload, traffic: Traffic, number: int) -> list[CompletionRequest]:
-    """The requests of one round: rounds count on from the seed."""
+    """Return the requests of one round; its seed is the given seed plus its number."""
     seed = traffic.seed + number
     made = make(seed, traffic.requests, traffic.words)
     made = [replace(request, max_tokens=traffic.max_tokens) for request in made]
@@ -182,9 +184,9 @@ def _round(make: Workload, traffic: Traffic, number: int) -> list[CompletionRequ
 
 
 def _warm_up(server: Target, traffic: Traffic) -> str | None:
-    """Have it compile and open what the first requests need; what was wrong.
+    """Send requests, so that the server compiles and opens what it needs; return an error or None.
 
-    Two of a kind, so that what is compiled or opened at a first hit is, too.
+    The second request repeats the document of the first one, to cover the work of a first hit.
     """
     warm = document_qa(traffic.seed + traffic.rounds, 2, traffic.words, asked=2)
     errors = (answer.error for answer in drive(server, warm, 1, traffic.timeout_s)[0])
@@ -203,10 +205,10 @@ def _measure(
 
 
 def _chosen(setting: str, text: str, known: Sequence[str]) -> tuple[str, ...]:
-    """Names separated by commas.
+    """Split names at commas.
 
     Raises:
-        BenchError: one is not known, or there twice.
+        BenchError: a name is unknown or repeated.
     """
     names = tuple(name.strip() for name in text.split(",") if name.strip())
     for name in names:
@@ -218,7 +220,7 @@ def _chosen(setting: str, text: str, known: Sequence[str]) -> tuple[str, ...]:
 
 
 def _command(workloads: Sequence[str], traffic: Traffic) -> str:
-    """What sends the same, as far as it is not for one place alone."""
+    """Return a command that sends the same requests, without options for one machine."""
     sizes = f"--requests {traffic.requests} --words {traffic.words} --max-tokens {traffic.max_tokens}"
     times = f"--concurrency {traffic.concurrency} --rounds {traffic.rounds} --seed {traffic.seed}"
     rate = "" if traffic.rate is None else f" --rate {traffic.rate}"
@@ -229,10 +231,10 @@ def _command(workloads: Sequence[str], traffic: Traffic) -> str:
 
 
 def _sized(setup: Setup, config: Config | None, systems: Sequence[str], interleave: bool) -> Setup:
-    """`setup` with the options that size vLLM's memory by the machine, and by what else is started.
+    """Return `setup` with options for vLLM's memory, sized by the machine and the other servers.
 
     Raises:
-        MemoryTooSmall: they do not fit.
+        MemoryTooSmall: the servers do not fit.
     """
     cache = (setup.memory_gib << 30) + STAGING_BYTES if config is None else memory.tier_bytes(config)
     caches = len(WITH_CACHE.intersection(systems))
@@ -248,7 +250,7 @@ def _sized(setup: Setup, config: Config | None, systems: Sequence[str], interlea
 def _start_all(
     servers: Sequence[str | Target], setup: Setup, stack: ExitStack, lost: dict[str, str], say: Say
 ) -> list[Target]:
-    """Those that run, and those that start. Mutates `lost`: the others, with the reason."""
+    """Start servers and return those that run. Mutates `lost`: adds the reason for each that failed."""
     ready = []
     for server in servers:
         if isinstance(server, Target):
@@ -265,6 +267,6 @@ def _start_all(
 
 
 def _named(url: str) -> tuple[str, str]:
-    """Name and URL of "NAME=URL" or of a URL, which is named by host and port."""
+    """Split "NAME=URL" into name and URL; a plain URL is named by its host and port."""
     named = re.fullmatch(r"([^=:/]+)=(.*)", url)
     return (named[1], named[2]) if named else (urlsplit(url).netloc, url)

@@ -1,4 +1,4 @@
-"""How good answers are, and how sure a mean over samples is."""
+"""Statistics over samples: confidence intervals, a paired test, and the F1 of an answer."""
 
 from __future__ import annotations
 
@@ -15,16 +15,17 @@ RESAMPLES = 2000
 def bootstrap(
     values: NDArray[np.float64], over: NDArray[np.float64] | None = None, seed: int = 0
 ) -> tuple[float, float]:
-    """95 % interval of the mean of `values`, or of their mean over the mean of `over`, paired by sample.
+    """Return the 95 % interval of the mean of `values`, or of its ratio to the mean of `over`.
 
-    Percentiles of resampled means (Efron, https://doi.org/10.1214/aos/1176344552); equal for equal seeds.
+    `values` and `over` are paired by sample. Percentiles of resampled means (Efron,
+    https://doi.org/10.1214/aos/1176344552); equal for equal seeds.
 
     Raises:
-        ValueError: there are no values, or the two differ in number.
+        ValueError: there are no values, or their numbers differ.
     """
     if not len(values) or (over is not None and len(over) != len(values)):
         raise ValueError(
-            f"values: {len(values)}, over: {0 if over is None else len(over)}; want as many, above 0"
+            f"values: {len(values)}, over: {0 if over is None else len(over)}; want equal numbers, above 0"
         )
     picks = default_rng(seed).integers(0, len(values), (RESAMPLES, len(values)))
     means = values[picks].mean(1)
@@ -35,16 +36,16 @@ def bootstrap(
 
 
 def resampled_means(values: NDArray[np.float64], seed: int = 0) -> NDArray[np.float64]:
-    """[RESAMPLES] means of as many values, drawn again."""
+    """Return means [RESAMPLES] of bootstrap resamples of `values`."""
     picks = default_rng(seed).integers(0, len(values), (RESAMPLES, len(values)))
     means: NDArray[np.float64] = values[picks].mean(1)
     return means
 
 
 def paired_p(values: NDArray[np.float64], others: NDArray[np.float64], seed: int = 0) -> float:
-    """The two-sided p of a paired randomisation test (Fisher): means differ by chance as much as they do.
+    """Return the two-sided p of a paired randomisation test (Fisher) of equal means.
 
-    Signs of the differences by sample are drawn `RESAMPLES` times; equal for equal seeds.
+    Draws the signs of the differences by sample `RESAMPLES` times; equal for equal seeds.
     """
     differences = values - others
     signs = default_rng(seed).choice((-1.0, 1.0), (RESAMPLES, len(differences)))
@@ -53,6 +54,6 @@ def paired_p(values: NDArray[np.float64], others: NDArray[np.float64], seed: int
 
 
 def f1(said: Sequence[Hashable], wanted: Sequence[Hashable]) -> float:
-    """Harmonic mean of precision and recall of what is said, each item as often as it is there (SQuAD's)."""
+    """Return the harmonic mean of precision and recall of `said`, counting repeated items (SQuAD's F1)."""
     common = sum((Counter(said) & Counter(wanted)).values())
     return 2 * common / (len(said) + len(wanted)) if common else 0.0

@@ -1,12 +1,12 @@
-"""vLLM servers to measure. Each is a process on a free port of loopback.
+"""vLLM servers to measure, each a process on a free port of loopback.
 
     plain           without a connector
-    prefix-caching  the same, with vLLM's own prefix cache
+    prefix-caching  without a connector, with vLLM's own prefix cache
     kvkit           with kvkit's tiers
-    kvkit-blend     with kvkit's tiers, and blending, which requests ask for
+    kvkit-blend     with kvkit's tiers; requests ask for blending
     lmcache         with LMCache's tiers
 
-The others than `prefix-caching` are without vLLM's own prefix cache.
+All but `prefix-caching` run without vLLM's own prefix cache.
 """
 
 from __future__ import annotations
@@ -34,43 +34,44 @@ from kvkit.bench.memory import kills as memory_kills
 
 SYSTEMS = ("plain", "prefix-caching", "kvkit", "kvkit-blend", "lmcache")
 DEFAULT = ("plain", "kvkit", "lmcache")
-"""What is measured where nobody says what."""
+"""Systems measured by default."""
 WITH_CACHE = frozenset(SYSTEMS) - {"plain", "prefix-caching"}
-"""Those that have memory beside vLLM's blocks."""
+"""Systems with memory beside vLLM's blocks."""
 START_S = 600.0
-"""How long a server may take until it serves, in seconds: a large model is long in loading."""
+"""Timeout for the start of a server in seconds: a large model loads slowly."""
 _STOP_S = 30.0
 _PAUSE_S = 0.1
 _TAIL_LINES = 30
 _CAUSES = 3
 CHUNK_TOKENS = 256
 BLEND_CHUNK_TOKENS = 128
-"""With blending, at most: what of a document fills no chunk is computed with every prompt."""
+"""Maximum with blending: the end of a document that fills no chunk is computed with every prompt."""
 STAGING_BYTES = 256 << 20
-"""Of kvkit without a file."""
+"""Staging of kvkit without a configuration file."""
 SAME_CORES = {"VLLM_CPU_NUM_OF_RESERVED_CPU": "1"}
-"""On a CPU vLLM computes on one core less with a connector, or on all where that would leave none: plain vLLM
-and a cache would be compared on different cores."""
+"""Environment that makes every vLLM on a CPU leave one core free.
+
+By default vLLM does so only with a connector: plain vLLM and a cache would compute on different cores."""
 _BIND = "VLLM_CPU_OMP_THREADS_BIND"
 _QUIET = {"PYTHONHASHSEED": "0", "LMCACHE_TRACK_USAGE": "false", "DO_NOT_TRACK": "1"}
 
 
 @dataclass(frozen=True, slots=True)
 class Setup:
-    """What all systems have in common."""
+    """Settings that all systems share."""
 
     model: str  # hub id or folder
-    memory_gib: int  # of kvkit's memory tier, and of LMCache's
-    config: Path | None  # kvkit's TOML file, in place of that memory tier
-    options: tuple[str, ...]  # more of vLLM's command line, for every system
-    folder: Path  # of the servers' logs
-    chunk_tokens: int = CHUNK_TOKENS  # of LMCache, and of kvkit without a file
-    cores: tuple[int, ...] = ()  # that a server computes on without a GPU; none: as vLLM chooses
-    memory: str = ""  # what each server is given, as `options` say it, in words
+    memory_gib: int  # capacity of kvkit's memory tier, and of LMCache's
+    config: Path | None  # kvkit's TOML file, instead of that memory tier
+    options: tuple[str, ...]  # additional options of vLLM, for every system
+    folder: Path  # folder of the servers' logs
+    chunk_tokens: int = CHUNK_TOKENS  # chunk size of LMCache, and of kvkit without a file
+    cores: tuple[int, ...] = ()  # cores of a server without a GPU; empty: vLLM's choice
+    memory: str = ""  # memory of each server by `options`, in words
 
 
 def missing(system: str) -> str | None:
-    """Why a system cannot be measured here; None if it can."""
+    """Return why a system cannot be measured here; None if it can."""
     if importlib.util.find_spec("vllm") is None:
         return "vLLM is not installed"
     if system == "lmcache" and not _peers() and importlib.util.find_spec("lmcache") is None:
@@ -80,10 +81,10 @@ def missing(system: str) -> str | None:
 
 @contextmanager
 def started(system: str, setup: Setup) -> Iterator[str]:
-    """The URL of a server, which is ended with the context.
+    """Start a server and yield its URL; stop it when the context ends.
 
     Raises:
-        BenchError: it ended, or did not serve within `START_S`.
+        BenchError: the server ended, or did not serve within `START_S`.
     """
     with ExitStack() as stack:
         environment = SAME_CORES | os.environ
@@ -101,7 +102,7 @@ def started(system: str, setup: Setup) -> Iterator[str]:
             transfer["kv_connector_extra_config"] = server
         connector = ["--kv-transfer-config", json.dumps(transfer)] if transfer else []
         port = free_port()
-        # else its own prefix cache is off, unless the options, which come later, have it on
+        # `options` come last, so they may still enable the prefix cache
         command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server"]
         command += ["--model", setup.model, "--host", "127.0.0.1", "--port", str(port)]
         own = "--enable-prefix-caching" if system == "prefix-caching" else "--no-enable-prefix-caching"
@@ -113,13 +114,13 @@ def started(system: str, setup: Setup) -> Iterator[str]:
 
 @contextmanager
 def routed(prefill: str, decode: str, folder: Path, handoff: str | None = None) -> Iterator[str]:
-    """The URL of `kvkit router` before a prefill and a decode server; it is ended with the context.
+    """Start `kvkit router` before a prefill and a decode server and yield its URL; stop it at the end.
 
-    Every prompt goes over the prefill server, however little of it is new. `handoff` is where the decode
-    server takes in what the other computed.
+    The router sends every prompt to the prefill server, even if few of its tokens are new. `handoff` is the
+    address where the decode server receives KV.
 
     Raises:
-        BenchError: it ended, or did not serve within `START_S`.
+        BenchError: the router ended, or did not serve within `START_S`.
     """
     port = free_port()
     config = folder / "router.toml"
@@ -143,20 +144,20 @@ def serving(
     serves: Callable[[], bool],
     memory: str = "",
 ) -> Iterator[subprocess.Popen[bytes]]:
-    """A process that serves; it and its children are ended with the context.
+    """Start a process, wait until it serves, and yield it; end it and its children with the context.
 
     Args:
-        serves: asked again and again until it is true.
-        memory: what it was given, in words, to be told where it is killed.
+        serves: polled until it returns True.
+        memory: memory of the process in words, for the message if it is killed.
 
     Raises:
-        BenchError: it ended, or did not serve within `START_S`. Or it was killed, and what was done with it
-            failed.
+        BenchError: the process ended, or did not serve within `START_S`; or the context failed and the
+            process was killed.
     """
     path = folder / f"{name}.log"
     kills = memory_kills()
     with open(path, "wb") as log:
-        # in a session of its own: its children are in its group, and Ctrl-C is for the client alone
+        # a new session: its children share its process group, and Ctrl-C reaches only the client
         process = subprocess.Popen(
             command, env=environment, stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True
         )
@@ -175,11 +176,11 @@ def serving(
             yield process
         except Exception as error:
             ended = process.poll()
-            # of one that lives on the kernel's counter says nothing: others run here, too
+            # the kernel's counter is no evidence if the process is alive: other processes run here, too
             why = _killed(None if ended is None else kills, ended, path, memory)
             if not why:
                 raise
-            raise BenchError(f"{name} served{why}:\n{tail(path)}") from error
+            raise BenchError(f"{name} stopped serving{why}:\n{tail(path)}") from error
     finally:
         process.terminate()
         with suppress(subprocess.TimeoutExpired):
@@ -191,7 +192,7 @@ def serving(
 
 @contextmanager
 def ended_by_sigterm() -> Iterator[None]:
-    """A SIGTERM ends the process as an exception does, so that the servers that it started end, too."""
+    """Make SIGTERM end this process by an exception, so that the servers it started end, too."""
     before = signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
     try:
         yield
@@ -206,7 +207,7 @@ def _kvkit(setup: Setup, blend: bool) -> dict[str, Any]:
         tiers = {"memory": {"capacity": f"{setup.memory_gib}GiB"}}
         chunk = min(setup.chunk_tokens, BLEND_CHUNK_TOKENS) if blend else setup.chunk_tokens
         extra = {"kvkit": {"chunk_tokens": chunk, "staging": STAGING_BYTES, "tiers": tiers}}
-    if blend:  # whatever is asked for: what that takes, and does to answers, is measured
+    if blend:  # unchecked, and always loads: the benchmark measures speed and answers itself
         extra |= {"blend": {"unchecked": True}, "prefill_tokens_per_s": 0.01, "lookup_timeout_s": 20.0}
     return {
         "kv_connector": "KVKitConnector",
@@ -219,7 +220,7 @@ def _kvkit(setup: Setup, blend: bool) -> dict[str, Any]:
 
 @contextmanager
 def _lmcache_server(setup: Setup, environment: Mapping[str, str]) -> Iterator[int]:
-    """The port of LMCache's own process, which holds its memory."""
+    """Start LMCache's own process, which holds its memory, and yield its port."""
     port = free_port()
     command = [sys.executable, "-m", "lmcache.v1.multiprocess.server"]
     command += ["--host", "127.0.0.1", "--port", str(port), "--shm-name", f"kvkit-bench-{port}"]
@@ -245,7 +246,7 @@ def _listens(port: int) -> bool:
 
 
 def free_port() -> int:
-    """One of loopback that nobody listens on, and no connection is given before a server binds it."""
+    """Return a free port of loopback, below those that the system gives to outgoing connections."""
     while True:
         port = random.randrange(22_000, 32_768)
         with suppress(OSError), socket.create_server(("127.0.0.1", port)):
@@ -253,19 +254,19 @@ def free_port() -> int:
 
 
 def _peers() -> str | None:
-    """The folder that holds LMCache without being installed."""
+    """Return the folder of an LMCache that is not installed; None without one."""
     folder = Path(os.environ.get("KVKIT_PEERS", "")) / "lmcache"
     return str(folder) if os.environ.get("KVKIT_PEERS") and folder.is_dir() else None
 
 
 def _killed(kills: int | None, code: int | None, path: Path, memory: str) -> str:
-    """That a process was killed, and what it had been given, in words; empty where nothing says so."""
+    """Return words for the kill of a process and its memory; "" without evidence."""
     why = killed(kills, code, path.read_text(errors="replace"))
     return "" if why is None else f", {why}" + (f" ({memory})" if memory else "")
 
 
 def tail(path: Path) -> str:
-    """Read the end of a log, after what was wrong further up: vLLM ends with what became of that."""
+    """Return the end of a log, after the last errors before it: vLLM logs their cause first."""
     lines = path.read_text(errors="replace").splitlines()
     wrong = [line for line in lines[:-_TAIL_LINES] if re.search(r"ERROR.*\w(Error|Exception): ", line)]
     return "\n".join([*wrong[-_CAUSES:], *lines[-_TAIL_LINES:]])

@@ -1,14 +1,14 @@
-"""The field's workloads for KV caches, as requests from a seed.
+"""Standard workloads of KV caches, as requests generated from a seed.
 
-Prompts are common English words, about one token each, so that any server takes them and any tokenizer
-splits them alike.
+Prompts are common English words, about one token each, so that every server accepts them and tokenizers
+split them alike.
 
-    document-qa           questions on long documents: each is asked about once, then again, shuffled
-    document-permutation  the same documents in front of a question, in other orders
-    chat                  conversations: a turn's prompt is all that was said before, and more
+    document-qa           questions about long documents: one per document first, then more in random order
+    document-permutation  the same documents before a question, in random orders
+    chat                  conversations: each prompt is the conversation so far and a new message
     system-prompt         one long system prompt, many short questions
-    rag                   a few of many documents, some more popular, in random orders in front of a question
-    random                nothing in common: what a cache costs where it cannot help
+    rag                   a few of many documents, some more popular, in random order before a question
+    random                prompts without a common prefix: the overhead of a cache without reuse
 """
 
 from __future__ import annotations
@@ -32,31 +32,31 @@ _LISTED = (
     "half hand happen hard head hear heat"
 )
 WORDS = _LISTED.split()
-"""The vocabulary."""
+"""Vocabulary of the prompts."""
 
 CONTROL = "random"
-"""The workload without reuse."""
+"""Workload without reuse."""
 QUESTION_WORDS = 16
 NAMES = ("Alma", "Boris", "Chloe", "Dario", "Edith", "Felix", "Greta", "Henry", "Irene", "Jonas")
-"""Whose access codes documents tell and questions ask for."""
+"""Names in documents and questions about access codes."""
 
 
 @dataclass(frozen=True, slots=True)
 class CompletionRequest:
-    """One request. Those of one session come one after the other, each when the last one was answered."""
+    """Completion request; requests of a session are sent one after the other, each after the last answer."""
 
     session: int
     text: str  # the prompt, or the end of one
-    again: bool  # whether an earlier request began as this one does, so that a cache can help
-    max_tokens: int = 16  # of the answer
-    arrival_s: float = 0.0  # the earliest time that it is sent, after the first one
-    documents: tuple[tuple[int, int], ...] = ()  # of `text`, characters [start, stop) that can be reused
-    answer: str | None = None  # what an exact answer begins with
-    follows: bool = True  # whether its session's earlier prompts and answers stand before `text`
+    again: bool  # whether a cache can help: an earlier request had the same prefix or documents
+    max_tokens: int = 16  # maximum tokens of the answer
+    arrival_s: float = 0.0  # earliest time to send it, in seconds after the start
+    documents: tuple[tuple[int, int], ...] = ()  # reusable parts of `text`, characters [start, stop)
+    answer: str | None = None  # prefix of an exact answer
+    follows: bool = True  # whether the session's earlier prompts and answers precede `text`
 
 
 def document_qa(seed: int, requests: int, words: int, asked: int = 4) -> list[CompletionRequest]:
-    """Documents of `words` words, `asked` questions on each. First every document once, then the others."""
+    """Return `asked` questions about each document of `words` words: one per document, then the others."""
     rng = _rng(seed, "document-qa")
     documents = [text_of(rng, words) for _ in range(-(-requests // asked))]
     first = list(range(len(documents)))
@@ -69,7 +69,7 @@ def document_qa(seed: int, requests: int, words: int, asked: int = 4) -> list[Co
 
 
 def document_permutation(seed: int, requests: int, words: int, documents: int = 4) -> list[CompletionRequest]:
-    """The same `documents`, `words` words in all, in random orders. Prefixes are common as far as these."""
+    """Return questions after the same `documents` in random orders, `words` words in all."""
     rng = _rng(seed, "document-permutation")
     texts = [text_of(rng, max(1, words // documents)) for _ in range(documents)]
     made, seen = [], set[int]()
@@ -82,7 +82,7 @@ def document_permutation(seed: int, requests: int, words: int, documents: int = 
 
 
 def chat(seed: int, requests: int, words: int, turns: int = 4) -> list[CompletionRequest]:
-    """Conversations of `turns` turns that take turns, `words` words from the user in each."""
+    """Return interleaved conversations of `turns` turns, `words` words from the user in each conversation."""
     rng = _rng(seed, "chat")
     sessions = -(-requests // turns)
     said = (f"\n\nUser: {text_of(rng, words // turns)}\n\nAssistant:" for _ in range(requests))
@@ -90,17 +90,17 @@ def chat(seed: int, requests: int, words: int, turns: int = 4) -> list[Completio
 
 
 def system_prompt(seed: int, requests: int, words: int) -> list[CompletionRequest]:
-    """A system prompt of `words` words in front of every question."""
+    """Return questions after the same system prompt of `words` words."""
     rng = _rng(seed, "system-prompt")
     shared = text_of(rng, words)
     return [CompletionRequest(i, f"{shared}\n\n{_question(rng)}", again=i > 0) for i in range(requests)]
 
 
 def rag(seed: int, requests: int, words: int, drawn: int = 4) -> list[CompletionRequest]:
-    """Questions on `drawn` of many documents, `words` words in all, as a search engine might find them.
+    """Return questions after `drawn` of many documents, `words` words in all, as from a search engine.
 
-    First every document once, alone, as when it is indexed. Their popularity goes by Zipf's law: the one of
-    rank r is drawn 1 / r times as often as the first. Each tells an access code, one of which is asked for.
+    Every document comes alone first, as when it is indexed. Popularity follows Zipf's law: rank r has weight
+    1 / r. Each document states an access code; a question asks for one of them.
     """
     rng = _rng(seed, "rag")
     names = [*NAMES, *(" ".join(pair) for pair in permutations(NAMES, 2))]
@@ -124,25 +124,25 @@ def rag(seed: int, requests: int, words: int, drawn: int = 4) -> list[Completion
 
 
 def told(text: str, name: str, code: str) -> str:
-    """A document of `text` that tells the access code of `name`."""
+    """Return a document of `text` that states the access code of `name`."""
     words = text.split(" ")
     before, after = (" ".join(part) for part in (words[: len(words) // 2], words[len(words) // 2 :]))
     return f"{before} Access code of {name}: {code}. {after}\n\n"
 
 
 def asking(name: str) -> str:
-    """A question whose exact answer begins with the access code of `name`."""
+    """Return a question for the access code of `name`; an exact answer begins with the code."""
     return f"Question: what is the access code of {name}? Access code of {name}:"
 
 
 def random_prefill(seed: int, requests: int, words: int) -> list[CompletionRequest]:
-    """Prompts of `words` words that have nothing in common."""
+    """Return prompts of `words` random words, without a common prefix."""
     rng = _rng(seed, CONTROL)
     return [CompletionRequest(i, text_of(rng, words), again=False) for i in range(requests)]
 
 
 Workload: TypeAlias = Callable[[int, int, int], list[CompletionRequest]]
-"""(seed, requests, words) -> requests in the order of their arrival. Equal arguments give equal requests."""
+"""(seed, requests, words) -> requests in order of arrival; equal arguments give equal requests."""
 
 WORKLOADS: dict[str, Workload] = {
     "document-qa": document_qa,
@@ -155,19 +155,19 @@ WORKLOADS: dict[str, Workload] = {
 
 
 def arriving(requests: Sequence[CompletionRequest], per_second: float, seed: int) -> list[CompletionRequest]:
-    """The same requests, `per_second` of them on average, at times of a Poisson process."""
+    """Return the requests with Poisson arrival times, `per_second` of them on average."""
     gaps = _rng(seed, "arrivals").exponential(1 / per_second, len(requests))
     times = np.cumsum(gaps) - gaps[:1]
     return [replace(request, arrival_s=float(time)) for request, time in zip(requests, times, strict=True)]
 
 
 def _rng(seed: int, name: str) -> np.random.Generator:
-    """Of its own for each workload, so that two of them share no text."""
+    """Return a random generator for one workload, so that no two workloads share text."""
     return np.random.default_rng([seed, *name.encode()])
 
 
 def text_of(rng: np.random.Generator, words: int) -> str:
-    """So many words, one space between two."""
+    """Return `words` random words separated by spaces."""
     return " ".join(WORDS[i] for i in rng.integers(0, len(WORDS), words))
 
 

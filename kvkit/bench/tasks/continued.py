@@ -1,6 +1,6 @@
-"""Tasks whose continuation is what the documents say.
+"""Tasks that continue or repeat the text of the documents.
 
-contiguous   running text cut into documents, of which each continues the one before
+contiguous   running text cut into documents; each continues the one before
 documents    different texts, then a request to continue one of them
 retrieval    texts with sentences "The access code for NAME is | 48217." cut at the end of a document,
              then a request to repeat the codes
@@ -25,7 +25,7 @@ from kvkit.bench.tasks.sample import (
 from kvkit.bench.workloads import NAMES
 
 QUESTION_TOKENS = 32
-"""Of `contiguous`: the text after the last document, up to where the continuation begins."""
+"""Tokens of `contiguous` between the last document and the continuation."""
 
 
 def contiguous(texts: Texts, encode: Encode, documents: int, rng: Generator, at: Fraction) -> Sample:
@@ -52,7 +52,7 @@ def documents(texts: Texts, encode: Encode, documents: int, rng: Generator, at: 
         if name == title:
             end = keep
     question = encode(f"\n\n# {title}, continued from where the text above ends\n\n")
-    follows = [*asked[end - 8 : end], *asked[end : end + CONTINUATION_TOKENS]]  # a few words to go on from
+    follows = [*asked[end - 8 : end], *asked[end : end + CONTINUATION_TOKENS]]  # a few words to continue
     return from_parts(parts, np.array([*question, *follows], np.int32), 0)
 
 

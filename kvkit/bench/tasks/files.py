@@ -1,4 +1,4 @@
-"""Tasks that a user has as files of JSON lines, as LongBench and 2WikiMultihopQA have them."""
+"""Tasks from files of JSON lines, in the formats of LongBench and 2WikiMultihopQA."""
 
 from __future__ import annotations
 
@@ -14,20 +14,20 @@ import numpy as np
 from kvkit.bench.tasks.sample import DOCUMENT_TOKENS, Encode, Sample, answered
 
 PASSAGE = re.compile(r"(?=^Passage \d+:\n)", re.MULTILINE)
-"""Where LongBench's questions over several documents have the next one."""
+"""Start of a document in the multi-document questions of LongBench."""
 
 
 def read_samples(path: Path, encode: Encode, count: int, tokens: int) -> list[Sample]:
-    """The first `count` samples of a file, or as many as it has, each a line:
+    """Read up to `count` samples of a file, one per line:
 
         LongBench          {"input": question, "context": text, "answers": [answer, ...], ...}
         2WikiMultihopQA    {"question": question, "context": [[title, [sentence, ...]], ...], "answer": text}
 
-    Documents are the passages, or, of a text without any, pieces of `DOCUMENT_TOKENS`. Where they have more
-    than `tokens` tokens together, each is cut at an equal share. Of several answers the first one counts.
+    Documents are the passages; a text without passages is split into pieces of `DOCUMENT_TOKENS`. Each
+    document is cut to an equal share of `tokens` tokens. The first of several answers counts.
 
     Raises:
-        ValueError: the file has no samples, or a line is of neither kind; names the line.
+        ValueError: the file has no samples, or a line has neither format; the message names the line.
         OSError: the file cannot be read.
     """
     found = []

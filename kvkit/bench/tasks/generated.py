@@ -1,8 +1,8 @@
-"""Tasks whose answers are known because the facts were made here, and hidden in text.
+"""Tasks about generated facts hidden in running text, with known answers.
 
-The kinds of RULER (https://arxiv.org/abs/2404.06654): needles (one, among many keys, many values of one
-key, many keys asked for), variable tracking, common words, QA over distractors. `hops` asks for a fact that
-another one leads to, as 2WikiMultihopQA (https://arxiv.org/abs/2011.01060) does.
+The kinds of RULER (https://arxiv.org/abs/2404.06654): needles (one key, one of many keys, many values of a
+key, several keys), variable tracking, common words, QA over distractors. `hops` needs two facts, as
+2WikiMultihopQA (https://arxiv.org/abs/2011.01060) does.
 """
 
 from __future__ import annotations
@@ -29,31 +29,31 @@ WORDS = (
     *("bottle", "carpet", "dragon", "engine", "feather", "guitar", "hammer", "island", "jacket", "kettle"),
 )
 VALUES, QUERIES, LINKS, COMMON = 3, 2, 3, 3
-"""Values of one key, keys of one question, variables that follow the first, common words."""
+"""Values per key, keys per question, variables after the first one, common words."""
 
 
 def needle(texts: Texts, encode: Encode, documents: int, rng: Generator, at: Fraction) -> Sample:
-    """One person's number."""
+    """Ask for one person's number."""
     return _numbers(texts, encode, documents, rng, (1, 1, 1))
 
 
 def needle_keys(texts: Texts, encode: Encode, documents: int, rng: Generator, at: Fraction) -> Sample:
-    """One person's number, among those of others in every document."""
+    """Ask for one person's number; every document has one person's number."""
     return _numbers(texts, encode, documents, rng, (documents, 1, 1))
 
 
 def needle_values(texts: Texts, encode: Encode, documents: int, rng: Generator, at: Fraction) -> Sample:
-    """All numbers of one person, in their order."""
+    """Ask for all numbers of one person, in order."""
     return _numbers(texts, encode, documents, rng, (1, VALUES, 1))
 
 
 def needle_queries(texts: Texts, encode: Encode, documents: int, rng: Generator, at: Fraction) -> Sample:
-    """The numbers of some persons of many."""
+    """Ask for the numbers of several of many persons."""
     return _numbers(texts, encode, documents, rng, (max(documents, QUERIES), 1, QUERIES))
 
 
 def tracking(texts: Texts, encode: Encode, documents: int, rng: Generator, at: Fraction) -> Sample:
-    """Variables that are assigned one another: which have the value of the first?"""
+    """Ask which variables have a given value, after a chain of assignments."""
     letters = "".join(rng.permutation(list(ascii_uppercase)))
     names = [letters[at : at + 3] for at in range(0, 3 * 2 * (LINKS + 1), 3)]
     ours, others = names[: LINKS + 1], names[LINKS + 1 :]
@@ -66,7 +66,7 @@ def tracking(texts: Texts, encode: Encode, documents: int, rng: Generator, at: F
 
 
 def words(texts: Texts, encode: Encode, documents: int, rng: Generator, at: Fraction) -> Sample:
-    """A long list of words: which are the common ones?"""
+    """Ask for the most common words of a long list."""
     order = [WORDS[j] for j in rng.permutation(len(WORDS))]
     common, rare = order[:COMMON], order[COMMON:]
     listed: list[int] = []
@@ -78,7 +78,7 @@ def words(texts: Texts, encode: Encode, documents: int, rng: Generator, at: Frac
 
 
 def qa(texts: Texts, encode: Encode, documents: int, rng: Generator, at: Fraction) -> Sample:
-    """What one passage says of a person, and others of others."""
+    """Ask in which city a person lives; other passages are about other persons."""
     people = _drawn(PEOPLE, documents, rng)
     trades, cities = (rng.choice(some, documents) for some in (TRADES, CITIES))
     facts = [
@@ -91,7 +91,7 @@ def qa(texts: Texts, encode: Encode, documents: int, rng: Generator, at: Fractio
 
 
 def hops(texts: Texts, encode: Encode, documents: int, rng: Generator, at: Fraction) -> Sample:
-    """Where somebody's teacher lives: one passage says who that is, another where each teacher lives."""
+    """Ask where a pupil's teacher lives; one fact names the teacher, another one the teacher's city."""
     pairs = max(2, documents // 2)
     people, cities = _drawn(PEOPLE, 2 * pairs, rng), rng.choice(CITIES, pairs)
     pupils, teachers = people[:pairs], people[pairs:]
@@ -107,7 +107,7 @@ def hops(texts: Texts, encode: Encode, documents: int, rng: Generator, at: Fract
 def _numbers(
     texts: Texts, encode: Encode, documents: int, rng: Generator, counts: tuple[int, int, int]
 ) -> Sample:
-    """Numbers of persons. `counts`: of persons, of numbers that each has, and of persons asked for."""
+    """Ask for numbers of persons; `counts`: persons, numbers per person, and persons asked for."""
     persons, each, queries = counts
     people, codes = _drawn(PEOPLE, persons, rng), _codes(persons * each, rng).reshape(persons, each)
     facts = [f"The magic number of {who} is {c}." for who, of in zip(people, codes, strict=True) for c in of]
@@ -125,7 +125,7 @@ def _chain(value: str, names: Sequence[str]) -> list[str]:
 
 
 def _drawn(some: Sequence[str], count: int, rng: Generator) -> list[str]:
-    """`count` different ones; more than there are repeat."""
+    """Draw `count` items; they repeat only if there are fewer."""
     return [some[j % len(some)] for j in rng.permutation(max(count, len(some)))[:count]]
 
 
@@ -136,7 +136,7 @@ def _codes(count: int, rng: Generator) -> NDArray[np.int64]:
 def _hidden(
     texts: Texts, encode: Encode, documents: int, rng: Generator, facts: Sequence[str]
 ) -> list[NDArray[np.int32]]:
-    """Documents of running text, in some of which facts stand, in their order, as lines of their own."""
+    """Return documents of running text with the facts in them, in order, each on a line of its own."""
     stream = [token for _, ids in texts for token in ids]
     start = int(rng.integers(max(1, len(stream) - documents * DOCUMENT_TOKENS)))
     spread = rng.permutation(np.arange(max(len(facts), documents)) % documents)[: len(facts)]

@@ -1,4 +1,4 @@
-"""Tasks about Python: what kind of name this is, after examples, and how its library's source goes on."""
+"""Tasks about Python: classify a name after examples, and complete a line of the standard library."""
 
 from __future__ import annotations
 
@@ -27,11 +27,11 @@ SOURCES = (
     "zipfile",
 )
 LEAST_WORDS = 4
-"""Of the line whose last word is asked for."""
+"""Minimum words of the line that is completed."""
 
 
 def classify(texts: Texts, encode: Encode, documents: int, rng: Generator, at: Fraction) -> Sample:
-    """Few-shot classification: names of Python and what they are; the last one's kind is asked for."""
+    """Ask for the kind of a name of Python, after examples of names and kinds."""
     kinds = _kinds()
     listed: list[int] = []
     seen: set[str] = set()
@@ -49,7 +49,7 @@ def classify(texts: Texts, encode: Encode, documents: int, rng: Generator, at: F
 
 
 def code(texts: Texts, encode: Encode, documents: int, rng: Generator, at: Fraction) -> Sample:
-    """Code completion: documents are a source of the standard library; a line that follows lacks a word."""
+    """Ask for the last word of a line that follows documents of a standard library source."""
     lines = _source(str(rng.choice(SOURCES)))
     listed: list[int] = []
     number = int(rng.integers(len(lines)))
@@ -68,14 +68,14 @@ def code(texts: Texts, encode: Encode, documents: int, rng: Generator, at: Fract
 
 @cache
 def _source(module: str) -> list[str]:
-    """A module's lines, as Python's installation has them."""
+    """Return the lines of a standard library module."""
     path = Path(sysconfig.get_paths()["stdlib"]) / f"{module}.py"
     return path.read_text(encoding="utf-8").splitlines(keepends=True)
 
 
 @cache
 def _kinds() -> dict[str, list[str]]:
-    """By kind, names of Python that are it."""
+    """Return names of Python by kind."""
     named = {name: value for name, value in vars(builtins).items() if not name.startswith("_")}
     classes = {name: value for name, value in named.items() if isinstance(value, type)}
     errors = [name for name, value in classes.items() if issubclass(value, BaseException)]

@@ -1,4 +1,4 @@
-"""The tasks by name, and samples of them."""
+"""Registry of tasks by name, and their samples."""
 
 from __future__ import annotations
 
@@ -19,7 +19,9 @@ SETS: Mapping[str, Make] = {
     "documents": continued.documents,
     "retrieval": continued.retrieval,
 }
-"""By kind, from the corpus' texts, how many documents, and how far into the corpus, a share of 1."""
+"""Tasks of the gate by name: (texts, encode, documents, rng, at) -> sample.
+
+`documents` is their number, `at` the position in the corpus, from 0 to 1."""
 TASKS: Mapping[str, Make] = {
     **SETS,
     "needle": generated.needle,
@@ -36,14 +38,14 @@ TASKS: Mapping[str, Make] = {
 
 
 def samples(kind: str, encode: Encode, count: int, tokens: int, seed: int = 0) -> list[Sample]:
-    """`count` samples of a task whose prompts have about `tokens` tokens, always the same ones.
+    """Return `count` samples of a task with prompts of about `tokens` tokens; equal for equal arguments.
 
     Args:
-        kind: one of `TASKS`, or a file `*.jsonl`: see `kvkit.bench.tasks.files`, which may have fewer.
-        encode: text to token ids, without special tokens.
+        kind: one of `TASKS`, or a file `*.jsonl` (see `kvkit.bench.tasks.files`), with perhaps fewer.
+        encode: tokenizer without special tokens.
 
     Raises:
-        ValueError: an unknown task, or the text is too short for such prompts.
+        ValueError: the task is unknown, or the text is too short for such prompts.
         OSError: the file cannot be read.
     """
     if kind.endswith(".jsonl"):
@@ -57,15 +59,13 @@ def samples(kind: str, encode: Encode, count: int, tokens: int, seed: int = 0) -
 
 
 def named(tasks: str) -> tuple[str, ...]:
-    """Names of tasks, separated by semicolons.
+    """Split names of tasks at semicolons.
 
     Raises:
-        BenchError: one is neither one of `TASKS` nor a file `*.jsonl` that exists.
+        BenchError: a name is neither one of `TASKS` nor an existing file `*.jsonl`.
     """
     names = tuple(name.strip() for name in tasks.split(";") if name.strip())
     for name in names:
         if name not in TASKS and not (name.endswith(".jsonl") and Path(name).is_file()):
-            raise BenchError(
-                f"tasks: {name!r}, want some of {'; '.join(TASKS)}, or files .jsonl that are there"
-            )
+            raise BenchError(f"tasks: {name!r}, want some of {'; '.join(TASKS)}, or existing files .jsonl")
     return names

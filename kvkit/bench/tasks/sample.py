@@ -1,4 +1,4 @@
-"""What a task is made of: a prompt of documents and a question, and the text that every Python has."""
+"""Samples of tasks: a prompt of documents and a question; and the corpus, from Python's documentation."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 Encode = Callable[[str], Sequence[int]]
 Texts = list[tuple[str, list[int]]]
-"""Titles, and the token ids of what they are of."""
+"""Titles, and the token ids of their texts."""
 
 DOCUMENT_TOKENS = 256
 CONTINUATION_TOKENS = 32
@@ -19,28 +19,28 @@ CONTINUATION_TOKENS = 32
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Sample:
-    """A prompt made of documents and a question, and the text that follows it."""
+    """Prompt of documents and a question, and the text that follows it."""
 
     prompt: NDArray[np.int32]  # [T]
     documents: tuple[tuple[int, int], ...]  # (start, stop) of each
     continuation: NDArray[np.int32]  # [C]
-    answer: int = 0  # how many leading tokens of the continuation are the exact answer; 0 for none
+    answer: int = 0  # leading tokens of the continuation that are the exact answer; 0: there is none
 
     def behind(self, lead: NDArray[np.int32]) -> Sample:
-        """The same with these tokens before the prompt."""
+        """Return the sample with `lead` before its prompt."""
         prompt, by = np.concatenate([lead, self.prompt]), len(lead)
         return replace(self, prompt=prompt, documents=tuple((a + by, b + by) for a, b in self.documents))
 
 
 def corpus() -> list[tuple[str, str]]:
-    """Titles and texts, in the order of their titles."""
+    """Return (title, text) of Python's reference topics, sorted by title."""
     from pydoc_data.topics import topics
 
     return [(title, text.strip()) for title, text in sorted(topics.items())]
 
 
 def from_parts(parts: Sequence[NDArray[np.int32]], rest: NDArray[np.int32], answer: int) -> Sample:
-    """Documents one after another, then `rest`: question and continuation."""
+    """Build a sample of documents, then `rest`: a question and `CONTINUATION_TOKENS` tokens."""
     ends = np.cumsum([0, *(len(part) for part in parts)]).tolist()
     prompt = np.concatenate([*parts, rest[:-CONTINUATION_TOKENS]])
     documents = tuple(itertools.pairwise(ends))
@@ -48,7 +48,7 @@ def from_parts(parts: Sequence[NDArray[np.int32]], rest: NDArray[np.int32], answ
 
 
 def answered(parts: Sequence[NDArray[np.int32]], encode: Encode, question: str, answer: str) -> Sample:
-    """Documents one after another, then a question; its answer and a line's end follow."""
+    """Build a sample of documents and a question; the continuation is the answer and a newline."""
     ends = np.cumsum([0, *(len(part) for part in parts)]).tolist()
     prompt = np.concatenate([*parts, encode(question)]).astype(np.int32)
     wanted = encode(answer)
@@ -57,6 +57,6 @@ def answered(parts: Sequence[NDArray[np.int32]], encode: Encode, question: str, 
 
 
 def cut(listed: Sequence[int], documents: int) -> list[NDArray[np.int32]]:
-    """Token ids as documents of `DOCUMENT_TOKENS`; what is over is left out."""
+    """Split token ids into documents of `DOCUMENT_TOKENS` tokens; drops the rest."""
     whole = np.array(listed[: documents * DOCUMENT_TOKENS], np.int32)
     return np.split(whole, documents)
