@@ -1,9 +1,9 @@
-"""On a GPU, kvkit's attention in the place of the engine's, for the rows of blends.
+"""kvkit's attention for the rows of blends on a GPU, in place of the engine's.
 
-The engine takes rows as many short sequences, each of which reads the KV before it again, and at most
-`max_num_seqs` of them at once, so that many rows take several runs of the whole model. kvkit's attention
-reads a tile of keys once for all rows of a tile, and has no limit. It stands where the metadata of the
-engine's attention would: `OwnRows` is made once for a run of the model, for all of its layers.
+The engine takes rows as many short sequences. Each sequence reads all KV before it, and a run of the model
+takes at most `max_num_seqs` sequences, so many rows need several runs. kvkit's attention reads a tile of keys
+once for all rows of a tile, and takes any number of rows. It gets its rows through the engine's attention
+metadata: one `OwnRows` per run of the model takes the place of the metadata of all layers.
 """
 
 from __future__ import annotations
@@ -33,14 +33,14 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class OwnLayer:
-    """A layer whose attention kvkit computes, too.
+    """An attention layer that kvkit's attention supports.
 
     Args:
-        scoring: how it scores keys.
-        size: channels of a head of K, which lie in front of those of V.
-        table: which of vLLM's block tables is its.
+        scoring: scale, window and soft-cap.
+        size: D, channels of a head of K; in a page they precede those of V.
+        table: index of its block table among vLLM's.
         page_tokens: N of its pages [B, H, N, D + Dv].
-        pages: of them in one block of that table.
+        pages: number of pages per block of that table.
     """
 
     scoring: Scoring
@@ -51,10 +51,10 @@ class OwnLayer:
 
     @staticmethod
     def of(layer: AttentionLayer) -> OwnLayer:
-        """That of vLLM's layer, whose pages are bound and hold K and V side by side.
+        """Describe a layer of vLLM with bound pages that hold K and V side by side.
 
         Raises:
-            ValueError: its attention is none of kvkit's; says why.
+            ValueError: kvkit's attention does not support the layer; gives the reasons.
         """
         module, page_tokens = layer.module, layer.module.kv_cache.shape[2]
         if reason := _only_the_engines(module):
@@ -64,20 +64,20 @@ class OwnLayer:
 
 
 def scoring(module: Any) -> Scoring:
-    """How one of vLLM's attention layers scores keys."""
+    """Return scale, window and soft-cap of one of vLLM's attention layers."""
     softcap = getattr(module.impl, "logits_soft_cap", None)
     return Scoring(float(module.impl.scale), module.sliding_window, softcap or None)
 
 
 def _only_the_engines(module: Any) -> str:
-    """Why an attention layer of vLLM's computes something other than `blend_attention`; "" if it does not."""
+    """Return why `blend_attention` cannot replace the attention of a layer of vLLM; "" if it can."""
     impl, pages = module.impl, module.kv_cache
     more = {
         f"is a {type(module).__name__}": type(module) is not compat.find("Attention"),
         f"attention is {module.attn_type}": module.attn_type != "decoder",
         "has ALiBi": getattr(impl, "alibi_slopes", None) is not None,
         "has sinks": getattr(impl, "sinks", None) is not None,
-        "attends to a prefix both ways": module.use_mm_prefix,
+        "attends to a prefix in both directions": module.use_mm_prefix,
         "attends to chunks": getattr(impl, "chunk_lookback", -1) >= 0,
         "quantises queries": module.query_quant is not None,
         "writes K and V within its attention": module.attn_backend.forward_includes_kv_cache_update,
@@ -92,9 +92,9 @@ class OwnAttention:
     """kvkit's attention for all layers of a rank's model.
 
     Args:
-        layers: in the order of `RowRunner.layers`.
-        form: `RowsForm`'s group, size and dtype, of the first layer.
-        choose: between it and the engine's.
+        layers: attention layers, in the order of `RowRunner.layers`.
+        form: group, size and dtype of `RowsForm`, from the first layer.
+        choose: function that chooses between kvkit's attention and the engine's.
     """
 
     layers: tuple[OwnLayer, ...]
@@ -103,12 +103,12 @@ class OwnAttention:
 
     @staticmethod
     def of(layers: Sequence[AttentionLayer], ranks: int) -> OwnAttention | None:
-        """None where a layer's attention is none of kvkit's: that is logged, and the engine's is taken.
+        """Describe all layers; None if kvkit's attention does not support one, which is logged.
 
         Args:
-            layers: all that run when the model does.
-            ranks: that run the model together. They have to cut rows alike, so that several choose by the
-                model of `choice`, whatever was tuned where they run.
+            layers: all attention layers of this rank's model.
+            ranks: number of ranks that run the model together. All ranks have to cut rows alike, so several
+                ranks choose by the untuned model of `choice` and ignore tuned results.
         """
         try:
             found = tuple(map(OwnLayer.of, layers))
@@ -121,10 +121,10 @@ class OwnAttention:
         return OwnAttention(found, form, RowsForm.tuned if ranks == 1 else attrgetter("untuned"))
 
     def wins(self, rows: Sequence[RowsOf], most_runs: int) -> bool:
-        """Whether rows are sooner done by kvkit's attention than by the engine's.
+        """Return whether kvkit's attention is expected to be faster for these rows than the engine's.
 
         Args:
-            most_runs: more than so many take the engine several runs of the model.
+            most_runs: number of runs of rows that the engine takes in one run of the model.
         """
         runs = sum(len(some.runs) - 1 for some in rows)
         if runs > most_runs:
@@ -134,7 +134,7 @@ class OwnAttention:
         return bool(count) and self.choose(RowsForm(count, runs, context, *self.form)) == KVKIT
 
     def plan(self, rows: Sequence[RowsOf], device: torch.device) -> OwnRows:
-        """What stands where the metadata of every layer's attention would, for one run of the model."""
+        """Return the object that replaces the attention metadata of all layers in one run of the model."""
         positions = np.concatenate([some.positions for some in rows])
         starts = np.cumsum([0, *(len(some.positions) for some in rows)])
         lengths = np.array([some.positions[-1] + 1 for some in rows])
@@ -147,13 +147,13 @@ class OwnAttention:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class OwnRows:
-    """The rows of one run of the model, as kvkit's attention takes them."""
+    """Rows of one run of the model, in the form that kvkit's attention takes."""
 
     layers: tuple[OwnLayer, ...]
     rows: dict[OwnLayer, Rows]
 
     def forward(self, layer: int) -> Callable[..., Any]:
-        """What stands in the place of `forward` of that layer's attention in vLLM; K and V are written."""
+        """Return a replacement for `forward` of a layer's attention; K and V are written before its call."""
 
         def forward(
             module: Any, q: Any, k: Any, v: Any, pages: Any, metadata: Any, output: Any, **_: Any
@@ -164,13 +164,13 @@ class OwnRows:
         return forward
 
     def attend(self, layer: int, query: torch.Tensor, pages: torch.Tensor, output: torch.Tensor) -> None:
-        """Attention of the rows in one layer, whose K and V are in the pages. Writes `output`.
+        """Compute attention of the rows in one layer, with K and V from its pages. Writes `output`.
 
         Args:
-            layer: its index in `RowRunner.layers`.
-            query: [>= M, Hq, D]; what is behind the M rows is padding.
-            pages: [B, H, N, D + Dv], of the layer.
-            output: [>= M, Hq, Dv] of query's dtype, contiguous, as vLLM makes it.
+            layer: index of the layer in `RowRunner.layers`.
+            query: [>= M, Hq, D]; the first M are the rows, the others padding.
+            pages: [B, H, N, D + Dv], the layer's pages.
+            output: [>= M, Hq, Dv] of query's dtype, contiguous, allocated by vLLM.
         """
         own = self.layers[layer]
         rows = self.rows[own]
@@ -179,11 +179,11 @@ class OwnRows:
 
 
 def _tables(blocks: Sequence[Sequence[int]], layer: OwnLayer) -> NDArray[np.int64]:
-    """Block tables of the layer's pages, -1 where one is shorter, of vLLM's blocks per request."""
+    """Convert vLLM's blocks per request to block tables of the layer's pages, padded with -1."""
     tables = np.full((len(blocks), max(map(len, blocks))), -1)
     for table, some in zip(tables, blocks, strict=True):
         table[: len(some)] = some
-    if layer.scoring.window is not None:  # what it has left behind is read, but never seen: any block will do
+    if layer.scoring.window is not None:  # blocks before the window are read and masked: any will do
         tables = np.maximum(tables, 0)
     split: NDArray[np.int64] = tables[..., None] * layer.pages + np.arange(layer.pages)  # < 0 stays so
     return split.reshape(len(blocks), -1)

@@ -1,8 +1,8 @@
-"""Prompts whose KV is completed in vLLM's pages: tokens are chosen, then computed again, some rows each step.
+"""Completion of prompts' KV in vLLM's pages: choose tokens and recompute them, some rows each step.
 
-What `kvkit.blend.run` does with a loop over layers are runs of vLLM's own model here: the computed rows
-through the first layers, to see what the question attends to, then the computed and the chosen rows through
-all of them. Prompts share runs. The last token is left to vLLM, which samples from it.
+`kvkit.blend.run` does this with a loop over layers; here, vLLM's own model is run. The computed rows go
+through the first layers, to see what the question attends to. Then the computed and the chosen rows go
+through all layers. Prompts share runs. vLLM computes the last token itself, to sample from it.
 """
 
 from __future__ import annotations
@@ -26,18 +26,20 @@ from kvkit.blend.plan import BlendPlan, Selection, choose, looks, question_of
 
 @dataclass(eq=False, slots=True)
 class BlendedPrompt:
-    """A prompt whose KV is being completed, but for its last token's. Give it to `Blender.begin` first.
+    """A prompt with KV to complete, except the last token's. Pass it to `Blender.begin` first.
 
     Args:
         ids: int32 [N], the prompt.
-        plan: which of its KV is there.
-        blocks: the request's, from token 0 on.
-        selected: tokens to compute again, int32 ascending; None: they have yet to be chosen.
+        plan: which tokens have KV, and which must be computed.
+        selection: how tokens to compute again are chosen.
+        blocks: the request's block tables, from token 0 on.
+        lora: the request's adapter; None: none.
+        selected: tokens to compute again, int32 ascending; None: not chosen yet.
 
     Attributes:
-        left: rows that have yet to run: to choose by, then those to compute.
-        scores: what the choice is made by, while it is.
-        seconds: what it took by stage. A run that prompts share counts by their rows.
+        left: rows that have yet to run: first those that the choice needs, then those to compute.
+        scores: the question's attention, which the choice is made by; None: not needed, or no longer.
+        seconds: time by stage. The time of a shared run is divided by the prompts' rows.
     """
 
     ids: TokenIds
@@ -53,25 +55,25 @@ class BlendedPrompt:
 
     @property
     def looked(self) -> bool:
-        """Whether all rows to choose by have run, and the choice is yet to be made."""
+        """True if all rows that the choice needs have run and tokens are not chosen yet."""
         return self.scores is not None and not len(self.left.positions)
 
     @property
     def over(self) -> bool:
-        """Whether the KV is complete."""
+        """True if the KV is complete."""
         return self.selected is not None and not len(self.left.positions)
 
     def rows(self, positions: NDArray[np.int32]) -> RowsOf:
-        """Those at these positions."""
+        """Return the prompt's rows at `positions`."""
         return RowsOf(self.ids[positions], positions.astype(np.int64), self.blocks, self.lora)
 
 
 class Blender:
-    """Completes prompts with one rank's part of vLLM's model. Every rank must be called alike.
+    """Completion of prompts with one rank's part of vLLM's model. All ranks must make the same calls.
 
     Args:
-        rows: of the model.
-        pages: its KV.
+        rows: runner of the model.
+        pages: K and V of its layers.
     """
 
     def __init__(self, rows: RowRunner, pages: PagesOfLayers) -> None:
@@ -79,7 +81,7 @@ class Blender:
         self._pages = pages
 
     def begin(self, completion: BlendedPrompt) -> None:
-        """Find out what has to run first. Documents are in their places."""
+        """Set the rows that run first. Documents must be in the pages already. Mutates `completion`."""
         if completion.selected is None:
             plan, selection = completion.plan, completion.selection
             layers = looks(selection, plan, self._rows.count)
@@ -90,13 +92,13 @@ class Blender:
             self._choose(completion)
 
     def step(self, completions: Sequence[BlendedPrompt]) -> None:
-        """Take completions further, by as many rows as vLLM computes in a step. Mutates their pages.
+        """Advance completions by as many rows as vLLM computes in a step. Mutates their pages.
 
-        First come those that have to be chosen for, so that more of them share the runs through all layers.
+        Prompts without chosen tokens come first, so that more prompts share the runs through all layers.
 
-        No stage of a pipeline may wait in this for a later one: vLLM sends that one its own step's rows after
-        this, and they come first there. So nobody waits for what was sent in the same step, and a choice that
-        all stages have a part in is made in the next one.
+        A pipeline stage must not wait here for a later stage: vLLM sends the later stage its own rows of the
+        step after this call, and the later stage receives those first. So no stage waits for data sent in the
+        same step, and a choice that needs all stages is made in the next step.
         """
         self._rows.settle()
         for c in completions:
@@ -121,12 +123,12 @@ class Blender:
         stage: str,
         most: int,
     ) -> int:
-        """Run some of the rows that are left; how many."""
+        """Run at most `most` of the rows that are left, and return their number."""
         part = next(self._rows.parts([c.left for c in completions], most))
         pieces = [(completions[which], rows) for which, rows in part]
         began = time.perf_counter()
         run(pieces)
-        if self._rows.device.type == "cuda":  # what is not over yet would seem to take no time
+        if self._rows.device.type == "cuda":  # else the time would cover the launches only
             torch.cuda.current_stream(self._rows.device).synchronize()
         each_s = (time.perf_counter() - began) / sum(len(rows.ids) for _, rows in pieces)
         for completion, rows in pieces:
@@ -142,7 +144,7 @@ class Blender:
         self._rows.run([rows for _, rows in pieces], partial(_look, pieces), layers, hidden=False)
 
     def _choose(self, completion: BlendedPrompt) -> None:
-        """Choose, unless that was done before, and have what is computed run next."""
+        """Choose tokens, unless chosen before, and set the rows to compute next. Mutates `completion`."""
         scores, plan, last = completion.scores, completion.plan, completion.plan.tokens - 1
         if completion.selected is None:
             seen = None if scores is None else scores.seen()
@@ -153,7 +155,7 @@ class Blender:
 
 
 def _look(pieces: Sequence[tuple[BlendedPrompt, RowsOf]], index: int, q: torch.Tensor) -> None:
-    """Show each prompt its own rows' queries."""
+    """Pass the queries of each prompt's rows to its scores."""
     first = 0
     for completion, rows in pieces:
         stop = first + len(rows.ids)

@@ -1,8 +1,8 @@
-"""Whether vLLM's model can be blended: what would go wrong is found out when the engine starts, and refused.
+"""Check, when the engine starts, that vLLM's model can be blended; refuse models that cannot.
 
-A few tokens are computed as a prefill and as rows with gaps, and one token alone at several positions: rows
-must be what a prefill computes, and each layer's keys must be turned by one of the model's rotary embeddings,
-or not at all.
+A few tokens are computed as a prefill and as rows with gaps, and one token alone at several positions. Rows
+must equal the prefill, and each layer's keys must be rotated by one of the model's rotary embeddings, or not
+at all.
 """
 
 from __future__ import annotations
@@ -30,23 +30,25 @@ from kvkit.kernels.pages.reference import rotate
 log = logging.getLogger(__name__)
 _TOKENS = 12
 _FAR = 1000
-"""Beyond the first turn of most pairs, so that a wrong frequency shows."""
+"""Position past the first full rotation of most pairs, where a wrong frequency shows."""
 _MAX_ROWS_DIFFERENCE = {torch.float32: 1e-3}
 _MAX_KEYS_DIFFERENCE = {torch.float32: 1e-3}
 _MAX_ROUNDED_ROWS, _MAX_ROUNDED_KEYS = 0.1, 0.03
-"""Of models that compute in 16 bits, relative."""
+"""Relative limits for models that compute in 16 bits."""
 
 _Keys = list[list[torch.Tensor]]
 
 
 def open_rows(runner: Any) -> tuple[RowRunner, tuple[Rope | None, ...]]:
-    """Rows of vLLM's model, and how each of `RowRunner.layers` turns its keys; None: it does not.
+    """Return the row runner of vLLM's model, and the rope of each of its layers.
 
-    For the start of an engine, when no request has blocks. Mutates some of them.
+    A rope of None: the layer does not rotate its keys.
+
+    Call it when the engine starts, before any request has blocks. Mutates some blocks.
 
     Raises:
-        BlendError: the model, or how it is run, cannot be blended; names what differs. So do all ranks say.
-        MissingName: this vLLM's model runner lacks something that blending takes.
+        BlendError: the model or its configuration cannot be blended; names the cause. All ranks raise it.
+        MissingName: this vLLM's model runner lacks something that blending needs.
     """
     compat.check_runner(runner)
     with _all_ranks():
@@ -54,14 +56,14 @@ def open_rows(runner: Any) -> tuple[RowRunner, tuple[Rope | None, ...]]:
     rows = RowRunner(runner)
     with _all_ranks():
         ropes = check_rows(rows)
-    if rows.device.type != "cpu":  # whose pages are opaque
+    if rows.device.type != "cpu":  # a CPU has opaque pages
         rows.own = own_attention(rows)
     return rows, ropes
 
 
 @contextmanager
 def _all_ranks() -> Iterator[None]:
-    """Have every rank refuse what one of them does: those that went on would wait for it."""
+    """Raise a BlendError of any rank in all ranks, as the others would wait for that rank."""
     ranks = compat.find("get_world_group")()
     said = [""] * ranks.world_size
     try:
@@ -75,10 +77,10 @@ def _all_ranks() -> Iterator[None]:
 
 
 def refuse(runner: Any) -> None:
-    """Refuse what is known not to work of vLLM's model runner.
+    """Refuse a model runner of vLLM with settings or layers that are known not to work.
 
     Raises:
-        BlendError: names each such setting or layer.
+        BlendError: there are such settings or layers; names each.
     """
     config = runner.vllm_config
     model, parallel, cache = config.model_config, config.parallel_config, config.cache_config
@@ -93,14 +95,14 @@ def refuse(runner: Any) -> None:
         f"runner = {model.runner_type!r}: want 'generate'": model.runner_type != "generate",
         "an encoder beside the decoder": model.is_encoder_decoder,
         f"layer {latent[:1]}: its pages hold no K and V by head": latent,
-        f"layer {drafts[:1]} is a draft model's: it would have no KV of what is blended": drafts,
-        f"kv_cache_dtype = {cache.cache_dtype!r}: want KV as it was computed": quantised,
+        f"layer {drafts[:1]} is a draft model's: it would have no KV of blended tokens": drafts,
+        f"kv_cache_dtype = {cache.cache_dtype!r}: want unquantised KV": quantised,
         "kv_sharing_fast_prefill: not all layers compute a prompt's rows": cache.kv_sharing_fast_prefill,
         "data_parallel_size > 1: experts wait for the other engines' steps": parallel.data_parallel_size > 1
         and parallel.is_moe_model is not False,
         "enable_eplb: rows would count as load of experts": parallel.enable_eplb,
         "a window that spares the prompt": getattr(model, "rswa_window", None) is not None,
-        "its embeddings look at the tokens before": getattr(runner.get_model(), "token_lookback_depth", 0),
+        "its embeddings depend on the tokens before": getattr(runner.get_model(), "token_lookback_depth", 0),
     }
     found = [text for text, holds in wrong.items() if holds]
     if found:
@@ -108,24 +110,24 @@ def refuse(runner: Any) -> None:
 
 
 def check_rows(rows: RowRunner) -> tuple[Rope | None, ...]:
-    """How each of `rows.layers` turns its keys, after a few tokens were computed both ways.
+    """Compare rows with a prefill of the same tokens, and return the rope of each of `rows.layers`.
 
     Mutates a block of every KV cache group.
 
     Raises:
-        BlendError: rows are not what a prefill computes, or a layer's keys are turned in a way that cannot be
-            undone. Names the layer and the difference.
+        BlendError: rows differ from a prefill, or no known rope rotates a layer's keys. Names the layer and
+            the difference.
     """
     with _all_ranks():
         probe = _Probe(rows)
     worst = probe.with_gaps(probe.prefill())
     alone = {at: probe.keys_at(at) for at in (0, 1, min(_FAR, rows.config.model_config.max_model_len - 1))}
     rows.settle()
-    # every rank has run everything: what is wrong in one of them stops none of the others halfway
+    # all ranks have run everything by now, so an error on one rank stops no other halfway
     name, dtype = type(rows.model).__name__, rows.config.model_config.dtype
     log.info("%s: rows differ from a prefill by %.2g", name, worst)
     if not worst <= _MAX_ROWS_DIFFERENCE.get(dtype, _MAX_ROUNDED_ROWS):
-        raise BlendError(f"{name}: rows with gaps are not what a prefill computes (difference {worst:.2g})")
+        raise BlendError(f"{name}: rows with gaps differ from what a prefill computes (by {worst:.2g})")
     candidates = list(dict.fromkeys(_ropes(rows.model)))
     limit = _MAX_KEYS_DIFFERENCE.get(dtype, _MAX_ROUNDED_KEYS)
     return tuple(
@@ -135,7 +137,7 @@ def check_rows(rows: RowRunner) -> tuple[Rope | None, ...]:
 
 
 def own_attention(rows: RowRunner) -> OwnAttention | None:
-    """kvkit's attention, where all ranks' layers compute with it what they do with vLLM's; says if not.
+    """Return kvkit's attention if it equals vLLM's on all ranks, otherwise None. A difference is logged.
 
     Mutates a block of every KV cache group.
     """
@@ -145,11 +147,11 @@ def own_attention(rows: RowRunner) -> OwnAttention | None:
     probe = _Probe(rows)
     expected = probe.prefill()
     rows.own = own and replace(own, choose=lambda form: KVKIT)
-    worst = probe.with_gaps(expected)  # without kvkit's attention, too: other ranks run them
+    worst = probe.with_gaps(expected)  # also without kvkit's attention: other ranks run it
     rows.own = None
     right = worst <= _MAX_ROWS_DIFFERENCE.get(rows.config.model_config.dtype, _MAX_ROUNDED_ROWS)
     if not right:
-        log.warning("kvkit's attention is not what vLLM's computes (difference %.2g): it is not used", worst)
+        log.warning("kvkit's attention differs from vLLM's (by %.2g): it is not used", worst)
     fits = torch.tensor(own is not None and right).int()
     if ranks.world_size > 1:
         torch.distributed.all_reduce(fits, torch.distributed.ReduceOp.MIN, group=ranks.cpu_group)
@@ -157,7 +159,7 @@ def own_attention(rows: RowRunner) -> OwnAttention | None:
 
 
 class _Probe:
-    """Some tokens that make no sense, in blocks that no request has yet."""
+    """Arbitrary tokens for the checks, in blocks that no request has yet."""
 
     def __init__(self, rows: RowRunner) -> None:
         self._rows = rows
@@ -169,12 +171,12 @@ class _Probe:
         self._positions = np.arange(_TOKENS, dtype=np.int64)
 
     def prefill(self) -> tuple[list[torch.Tensor], list[tuple[torch.Tensor, ...]]]:
-        """Hidden states, every third left out, and K and V of all tokens by layer."""
+        """Run all tokens; return hidden states, without every third, and K and V of all tokens by layer."""
         whole = self._rows.run([RowsOf(self._ids, self._positions, self._blocks)])
         return [h[self._some.to(h.device)] for h in whole], self._kv()
 
     def with_gaps(self, prefilled: tuple[list[torch.Tensor], list[tuple[torch.Tensor, ...]]]) -> float:
-        """How far the same is off of rows against the others' KV, the rows' own having been wiped out."""
+        """Zero the KV of two tokens in three, recompute them as rows, and return the largest difference."""
         expected, kept = prefilled
         some = self._some.numpy()
         for layer, (k, v) in zip(self._rows.layers, kept, strict=True):
@@ -187,7 +189,7 @@ class _Probe:
         return max(_difference(a, b) for a, b in pairs)
 
     def keys_at(self, position: int) -> list[torch.Tensor]:
-        """Keys [H, 1, D] by layer, of the first token where it stands at `position`."""
+        """Return the keys [H, 1, D] by layer of the first token, computed at `position`."""
         self._rows.run_alone(RowsOf(self._ids[:1], self._positions[:1], self._blocks), position)
         return [k[:, :1] for k, _ in self._kv()]
 
@@ -205,10 +207,10 @@ class _Probe:
 def _matching(
     layer: AttentionLayer, candidates: Sequence[Rope], keys: dict[int, torch.Tensor], limit: float
 ) -> Rope | None:
-    """Which rope has turned a layer's keys.
+    """Return the rope that a layer's keys were rotated by; None: keys are the same at all positions.
 
     Raises:
-        BlendError: none has, nor are they the same everywhere.
+        BlendError: no candidate fits the keys, and they differ between positions.
     """
     differs: dict[Rope | None, float] = {}
     size = layer.module.head_size
@@ -225,7 +227,7 @@ def _matching(
 
 
 def _placed(rope: Rope, size: int) -> list[Rope]:
-    """The rope over the first or the last channels of a head."""
+    """Return the rope over the first and over the last channels of a head."""
     firsts = sorted({0, size - rope.channels})
     return [Rope(rope.inv_freq, rope.interleaved, first, rope.scale) for first in firsts]
 
@@ -237,9 +239,9 @@ def _turned(keys: torch.Tensor, rope: Rope | None, by: int) -> torch.Tensor:
 
 
 def _ropes(model: Any) -> Iterator[Rope]:
-    """What the rotary embeddings of a model, vLLM's or those of Transformers, may turn keys by."""
+    """Yield the ropes by which a model's rotary embeddings (vLLM's or Transformers') may rotate keys."""
     for module in model.modules():
-        if hasattr(module, "use_long_rope"):  # factors by length, but one set of them per engine
+        if hasattr(module, "use_long_rope"):  # factors depend on the length, but an engine uses one set
             long = module.use_long_rope
             factors, scale = (
                 (module.long_factor, module.long_mscale)
@@ -262,13 +264,15 @@ def _ropes(model: Any) -> Iterator[Rope]:
 
 
 def _rope_of(cache: NDArray[np.float64], interleaved: bool) -> Rope | None:
-    """The rope whose cos and sin at positions 0, 1, 2, ... are the rows of `cache`, [positions, R].
+    """Return the rope with the cos and sin of `cache`; None: its frequencies depend on the position.
 
-    None: its frequencies depend on the position.
+    Args:
+        cache: [positions, R], rows at positions 0, 1, 2, ...
+        interleaved: whether the two channels of a pair are adjacent.
     """
     cos, sin = np.split(cache, 2, axis=1)
     frequencies, at = np.arctan2(sin[1], cos[1]), 2
-    while at < len(cache):  # each row tells the last bits of what the one before it told
+    while at < len(cache):  # each row refines the estimate of the one before
         turn = np.arctan2(sin[at], cos[at])
         frequencies = (turn + 2 * np.pi * np.round((frequencies * at - turn) / (2 * np.pi))) / at
         at *= 2
@@ -279,7 +283,10 @@ def _rope_of(cache: NDArray[np.float64], interleaved: bool) -> Rope | None:
 
 
 def _difference(a: torch.Tensor, b: torch.Tensor) -> float:
-    """Relative; of all but a quarter of the tokens, as rounding may have a router choose other experts."""
+    """Return the relative difference, upper quartile over tokens.
+
+    The largest are ignored, as rounding may make a router choose other experts.
+    """
     off, size = ((x.float().flatten(0, -2)).norm(dim=-1) for x in (a - b, b))
     found = float(off.quantile(0.75) / size.median())
     return found if math.isfinite(found) else math.inf

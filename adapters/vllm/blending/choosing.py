@@ -1,6 +1,6 @@
-"""What tokens are chosen by: the question's attention, seen while rows run through vLLM's first layers.
+"""Scores for choosing tokens: the question's attention, observed in the first layers of vLLM's model.
 
-Every rank gets the same scores: those of its heads and layers are put together with the others'.
+Scores are combined over the heads and layers of all ranks, so that every rank gets the same.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ class PagesOfLayers:
     """K and V of a rank's layers, in vLLM's pages.
 
     Raises:
-        BlendError: pages hold something other than K and V.
+        BlendError: the pages hold anything but K and V.
     """
 
     def __init__(self, rows: RowRunner) -> None:
@@ -45,9 +45,9 @@ class PagesOfLayers:
     def read(
         self, index: int, blocks: Tables, length: int
     ) -> tuple[torch.Tensor, torch.Tensor, NDArray[np.int64]]:
-        """K and V [B, H, N, D] of layer `index`, and in which blocks a request's first `length` tokens are.
+        """Return K and V [B, H, N, D] of layer `index`, and the blocks of a request's first `length` tokens.
 
-        vLLM's own pages; those that are opaque copied, into one block.
+        K and V are views of vLLM's pages; opaque pages are copied, into one block.
         """
         layer, order = self.layers[index], self.orders[index]
         table = _kernel_blocks(layer, blocks)
@@ -59,12 +59,14 @@ class PagesOfLayers:
 
 
 class QuestionAttention:
-    """Attention that the question pays, by layer.
+    """The question's attention to the tokens of a prompt, by layer.
 
     Args:
-        layers: how many of the model's are looked into.
-        blocks: of the prompt, its documents in their places.
-        asked: what the method needs to see of it: one that `registry.served` lets pass.
+        pages: K and V of the rank's layers.
+        layers: number of the model's first layers that rows run through.
+        plan: the prompt's plan, which has the question's positions.
+        blocks: block tables of the prompt, with its documents in place.
+        asked: what the method needs of the attention; `registry.served` must accept it.
     """
 
     def __init__(
@@ -77,12 +79,12 @@ class QuestionAttention:
         self._paid: dict[int, torch.Tensor] = {}  # [Hq, N] by layer
         self._rows: dict[tuple[int, int, bytes], Rows] = {}
         self._total: torch.Tensor | None = None
-        self._adding: Any = None  # while stages of a pipeline add up
+        self._adding: Any = None  # the sum over stages of a pipeline, in flight
 
     def look(self, index: int, q: torch.Tensor, positions: NDArray[np.int64]) -> None:
-        """See the queries [M, Hq, D] of some of the rows in layer `index`, whose K and V are written."""
+        """Add the attention of queries [M, Hq, D] of some rows in layer `index`. K and V must be written."""
         layer = self._pages.layers[index]
-        first = int(np.searchsorted(positions, self._question))  # the question is what is computed last
+        first = int(np.searchsorted(positions, self._question))  # the question comes last
         if not self._first <= layer.number < self.layers or first == len(positions):
             return
         k, v, table = self._pages.read(index, self._blocks, self._tokens)
@@ -91,15 +93,15 @@ class QuestionAttention:
         self._paid[index] = self._paid[index] + paid if index in self._paid else paid
 
     def add_up(self) -> None:
-        """Begin to put together what all rows paid, over all ranks. To be called on each, in the same order.
+        """Start combining the scores of all ranks. Call it on every rank, in the same order.
 
-        It waits for no other stage of a pipeline.
+        Does not wait for other stages of a pipeline.
         """
         found = torch.zeros(len(self._paid), self._tokens)
         for row, index in zip(found, sorted(self._paid), strict=True):
             row.copy_(together(self._paid[index], self._asked))
         heads, stages = compat.find("get_tp_group")(), compat.find("get_pp_group")()
-        if heads.world_size > 1 and found.numel():  # of another stage's layers, none of its ranks has any
+        if heads.world_size > 1 and found.numel():  # empty on all ranks of a stage without such layers
             highest = self._asked.heads == "max"
             operation = ReduceOp.MAX if highest else ReduceOp.SUM
             torch.distributed.all_reduce(found, operation, group=heads.cpu_group)
@@ -113,14 +115,14 @@ class QuestionAttention:
             )
 
     def seen(self) -> NDArray[np.float32]:
-        """float32 [layers, N]: what all rows paid, over all ranks, once that was begun to be put together."""
+        """Return the scores of all rows and ranks, float32 [layers, N]. Waits for `add_up`, called before."""
         assert self._total is not None
         if self._adding is not None:
             self._adding.wait()
         return np.asarray(self._total.numpy(), np.float32)
 
     def _of(self, positions: NDArray[np.int64], table: NDArray[np.int64], pages: torch.Tensor) -> Rows:
-        """Rows at these positions of one sequence, made once: masks and tiles in them serve all layers."""
+        """Return `Rows` at these positions of one sequence, cached: all layers share its masks and tiles."""
         key = int(positions[0]), pages.shape[2], table.tobytes()
         if key not in self._rows:
             ends, lengths = np.array([0, len(positions)]), np.array([self._tokens])
@@ -129,7 +131,7 @@ class QuestionAttention:
 
 
 def _kernel_blocks(layer: AttentionLayer, blocks: Tables) -> NDArray[np.int64]:
-    """The kernel's blocks of a request's of one layer; of what is absent, the null block's."""
+    """Return the kernel's blocks for a request's blocks in one layer; missing ones map to the null block."""
     ratio = layer.block_tokens // layer.module.kv_cache.shape[2]
     table = np.maximum(np.array(blocks[layer.table], np.int64), 0)
     found: NDArray[np.int64] = (table[:, None] * ratio + np.arange(ratio)).reshape(-1)

@@ -1,9 +1,9 @@
-"""The blends of one rank: what is exact and documents are loaded, then all ranks complete the prompt alike.
+"""Execution of blends on one rank: load KV, then complete the prompt in step with all ranks.
 
-begin     loads start: documents into the request's blocks, where the prompt has them
-Arrival   told when they are over, whatever they brought; with one rank, the answer to itself
-go        what every rank has: the same for all, in the same step, so that all run the same rows
-step      rows, until the KV is complete; then the request is told to be received
+begin     starts the loads, of documents into the request's blocks, at their places in the prompt
+Arrival   reports what was loaded, once all loads ended; a single rank passes it to its own `go`
+go        takes what every rank has, in the same step on all ranks, so that all run the same rows
+step      runs rows until the KV is complete, then reports the request as received
 """
 
 from __future__ import annotations
@@ -32,20 +32,23 @@ from kvkit.workers import Transfer
 log = logging.getLogger(__name__)
 
 KNOWN_S = 60.0
-"""How long the speed of the last blend decides whether others are worthwhile."""
+"""Time for which the speed of the last blend decides whether other blends are worthwhile."""
 
 
 @dataclass(eq=False, slots=True)
 class ActiveBlend:
-    """One request's.
+    """The blend of one request.
 
     Attributes:
-        documents: of each span, how many leading tokens of its record are not to be loaded, and the load of
-            what comes after them; None: of nothing.
-        place_s: what putting parts of documents in place took.
-        told: what this rank has of it.
-        spans: where every rank has documents.
-        completion: None until every rank has told.
+        began: monotonic time of its start.
+        prefix: load of the exact KV; None: nothing to load.
+        documents: per span, the number of leading tokens that its load skips, and the load; None: no load.
+        place_s: seconds that putting parts of documents in place took.
+        load_s: seconds from its start to the end of all loads.
+        told: what this rank has loaded; None: loads are in flight.
+        spans: the parts of documents that every rank has.
+        completion: None until every rank has reported.
+        cancelled: True if it ends as soon as its loads do.
     """
 
     task: BlendTask
@@ -61,19 +64,19 @@ class ActiveBlend:
 
     @property
     def loaded(self) -> bool:
-        """Whether its loads are over."""
+        """True if no load is in flight."""
         documents = [load is None or load.done() for _, load in self.documents]
         return (self.prefix is None or self.prefix.done) and all(documents)
 
     @property
     def over(self) -> bool:
-        """Whether nothing touches its blocks any more."""
+        """True if nothing touches its blocks any more."""
         if self.cancelled:
             return self.loaded
         return self.completion is not None and self.completion.over
 
     def cancel(self) -> None:
-        """Have it end soon."""
+        """Cancel the blend and its loads; its blocks may be in use until it is `over`."""
         self.cancelled = True
         if self.prefix is not None:
             self.prefix.cancel()
@@ -84,19 +87,20 @@ class ActiveBlend:
 
 @dataclass(eq=False, slots=True)
 class BlendExecutor:
-    """What is blended by one rank. For the thread that runs steps.
+    """Executor of one rank's blends. Used only by the thread that runs steps.
 
     Args:
-        pages: where tokens lie, as `PromptLoad` asks; the blocks given begin with the token given next.
-        world: how many ranks have to agree.
-        wake: called when something of a load is over, from any thread.
-        on_loaded: called with a request, what its loads brought, in how many seconds, and whether that is
-            all that was promised.
-        on_done: called with each blend that is over and was not cancelled.
+        pages: function that returns the pages of tokens, as `PromptLoad` calls it, with two more arguments in
+            front: blocks, and the token at which they begin.
+        world: number of ranks that have to agree.
+        wake: called from any thread when a load, or a part of it, ended.
+        on_loaded: called with a request id, what was loaded, the seconds it took, and whether that is all
+            that was promised.
+        on_done: called with each blend that completed without being cancelled.
 
     Attributes:
-        speed: rows that are run in a second, the choice included.
-        last: the newest blend that is over.
+        speed: rows per second, including the choice of tokens.
+        last: the blend that completed last.
     """
 
     cache: Cache
@@ -111,11 +115,11 @@ class BlendExecutor:
     speed: Speed = field(default_factory=lambda: Speed(1, KNOWN_S), init=False)
     last: BlendDone | None = field(default=None, init=False)
     _blends: dict[str, ActiveBlend] = field(default_factory=dict, init=False)
-    _ready: dict[str, ActiveBlend] = field(default_factory=dict, init=False)  # in the order of all ranks
+    _ready: dict[str, ActiveBlend] = field(default_factory=dict, init=False)  # in the same order on all ranks
     _arrived: list[Arrival] = field(default_factory=list, init=False)
 
     def begin(self, task: BlendTask, found: PromptHit | None) -> None:
-        """Start the loads of a blend. What `found` lacks is computed."""
+        """Start the loads of a blend. Tokens that `found` lacks will be computed."""
         prefix, chunk = task.prefix, self.cache.namespace.chunk_tokens
         load = None
         if prefix is not None:
@@ -129,7 +133,7 @@ class BlendExecutor:
             blend.documents.append((0, None) if hit is None else self._load(blend, span, hit))
 
     def go(self, agreed: Arrival) -> None:
-        """Complete a prompt from what every rank has of it."""
+        """Start completing a prompt from what every rank has loaded of it."""
         blend = self._blends.get(agreed.request_id)
         if blend is None or blend.cancelled or blend.task.number != agreed.number:
             return
@@ -147,7 +151,7 @@ class BlendExecutor:
         self._ready[task.request_id] = blend
 
     def cancel(self, request_id: str) -> bool:
-        """Have a request's blend end soon; whether there is one."""
+        """Cancel a request's blend; return whether there is one."""
         blend = self._blends.get(request_id)
         if blend is not None:
             blend.cancel()
@@ -155,7 +159,7 @@ class BlendExecutor:
         return blend is not None
 
     def cancel_all(self) -> None:
-        """End all blends, and return when none of them touches its blocks."""
+        """Cancel all blends, and wait until none of them touches its blocks."""
         for request_id in list(self._blends):
             self.cancel(request_id)
         wait([load for blend in self._blends.values() for _, load in blend.documents if load is not None])
@@ -164,7 +168,7 @@ class BlendExecutor:
                 blend.prefix.finish()
 
     def step(self) -> set[str]:
-        """Take blends further; requests whose blocks are touched no more."""
+        """Advance all blends; return the ids of requests with blends that are over."""
         for blend in self._blends.values():
             if blend.told is None and blend.loaded and not blend.cancelled:
                 blend.told = self._arrival(blend)
@@ -180,23 +184,23 @@ class BlendExecutor:
         return over
 
     def arrivals(self) -> list[Arrival]:
-        """What came since the last call, for the scheduler to have all ranks agree on."""
+        """Return the arrivals since the last call. The scheduler combines those of all ranks."""
         arrived, self._arrived = self._arrived, []
         return arrived
 
     @property
     def busy(self) -> bool:
-        """Whether there is any blend."""
+        """True if there is any blend."""
         return bool(self._blends)
 
     @property
     def can_go_on(self) -> bool:
-        """Whether `step` has something to do."""
+        """True if `step` has something to do."""
         waiting = (blend for blend in self._blends.values() if blend.cancelled or not blend.told)
         return bool(self._ready) or any(blend.loaded for blend in waiting)
 
     def _load(self, blend: ActiveBlend, span: Span, hit: Hit) -> tuple[int, Transfer[Loaded] | None]:
-        """Start the load of what the prompt lacks of a document; where in its record that begins."""
+        """Start loading what the prompt lacks of a document; return the tokens it skips, and the load."""
         task, chunk = blend.task, self.cache.namespace.chunk_tokens
         start, stop = span.start, min(span.stop, len(task.sequence.tokens) - 1)
         if start >= stop:
@@ -211,7 +215,7 @@ class BlendExecutor:
         return first * chunk, load
 
     def _arrival(self, blend: ActiveBlend) -> Arrival:
-        """What the loads of a blend brought."""
+        """Return the result of a blend's loads, and report it to `on_loaded`."""
         task, by_tier, kept = blend.task, Counter[str](), True
         exact = task.exact
         if blend.prefix is not None and task.prefix is not None:
@@ -229,17 +233,17 @@ class BlendExecutor:
         blend.load_s = time.monotonic() - blend.began
         self.on_loaded(task.request_id, Loaded(by_tier.total(), by_tier), blend.load_s, kept)
         if not kept:
-            log.warning("%s: not all of its documents could be loaded; the rest is computed", task.request_id)
+            log.warning("%s: part of its prefix or documents was not loaded; it is computed", task.request_id)
         return Arrival(task.request_id, task.number, self.cache.namespace.rank, exact, tuple(documents))
 
     def _done(self, blend: ActiveBlend) -> None:
-        """Count a blend that is over."""
+        """Count a blend that is over, unless it was cancelled, and pass it to `on_done`."""
         completion = blend.completion
         if blend.cancelled or completion is None or completion.selected is None:
             return
         plan, selected, spent = completion.plan, completion.selected, completion.seconds
         self.cache.note_blend(int(plan.reused.sum()), len(selected), len(plan.computed))
-        if self.last is not None:  # the first one has the engine make ready what later ones find
+        if self.last is not None:  # the first one includes the engine's warm-up
             self.speed.note(len(plan.computed) + len(selected), sum(spent.values()))
         self.last = BlendDone(
             blend.task.request_id,

@@ -1,7 +1,7 @@
-"""K and V of tokens out of vLLM's pages and into them, whatever the order within a page.
+"""Reads and writes of tokens' K and V in vLLM's pages, for any order of elements within a page.
 
-On a GPU a page is [H, N, 2D], K and V side by side. On a CPU the order depends on the instruction set: it is
-learnt by writing numbers with vLLM's own operator and looking where they went.
+On a GPU a page is [H, N, 2D], K and V side by side. On a CPU the order depends on the instruction set. kvkit
+finds it by writing numbers with vLLM's own operator and reading where they went.
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ from numpy.typing import NDArray
 from kvkit.blend.plan import BlendError
 
 NULL_BLOCK = 0
-"""vLLM's block that no request has, and whose content nobody reads."""
+"""vLLM's block that belongs to no request; nobody reads its content."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class PageOrder:
-    """Where in a CPU's page the elements of each head and token are. Make it with `PageOrder.of`.
+    """Offsets of the elements of each head and token in a page on a CPU. Make it with `PageOrder.of`.
 
     Attributes:
         k, v: int64 [H, N, D], offsets in elements of the page's dtype.
@@ -33,12 +33,12 @@ class PageOrder:
 
     @staticmethod
     def of(module: Any) -> PageOrder | None:
-        """That of an attention layer of vLLM's whose pages are bound; None: they are plain, [B, H, N, 2D].
+        """Find the order in the bound pages of a vLLM layer; None: pages are plain, [B, H, N, 2D].
 
         Mutates the null block.
 
         Raises:
-            BlendError: its pages hold something other than K and V of each token, each once.
+            BlendError: the pages hold anything but K and V of each token, each once.
         """
         if module.kv_cache.device.type != "cpu":
             return None
@@ -61,24 +61,24 @@ class PageOrder:
 
     @property
     def joined(self) -> torch.Tensor:
-        """int64 [H, N, 2D], as `kvkit.kernels.pages.memory.Pages.of` takes an order."""
+        """The order as `kvkit.kernels.pages.memory.Pages.of` takes it, int64 [H, N, 2D]."""
         return torch.cat([self.k, self.v], -1)
 
     def part(self, first: int, heads: int) -> PageOrder:
-        """That of some heads of the pages, which lie side by side: offsets begin with theirs."""
+        """Return the order of `heads` adjacent heads; offsets count from the first of their elements."""
         k, v = (order[first : first + heads] for order in (self.k, self.v))
         start = torch.minimum(k.min(), v.min())
         return PageOrder(k - start, v - start)
 
     def read(self, pages: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """K and V [H, B * N, D], copied, of pages [B, ...]."""
+        """Copy K and V [H, B * N, D] from pages [B, ...]."""
         flat = pages.reshape(len(pages), -1)
         k, v = (_taken(flat, order).transpose(0, 1).flatten(1, 2) for order in (self.k, self.v))
         return k, v
 
 
 def _taken(pages: torch.Tensor, order: torch.Tensor) -> torch.Tensor:
-    """The elements [B, H, N, D] of pages [B, elements]: a view, if equal steps lead from each to the next."""
+    """Return the elements [B, H, N, D] of pages [B, elements], as a view if `order` has constant strides."""
     first, axes = int(order[0, 0, 0]), [torch.arange(size) for size in order.shape]
     steps = [int(order.select(axis, min(1, len(ids) - 1))[0, 0]) - first for axis, ids in enumerate(axes)]
     h, n, d = (ids * step for ids, step in zip(axes, steps, strict=True))
@@ -91,12 +91,12 @@ def _taken(pages: torch.Tensor, order: torch.Tensor) -> torch.Tensor:
 def read_tokens(
     module: Any, order: PageOrder | None, blocks: NDArray[np.int64] | Sequence[int], length: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """K and V [H, T, D], copied, of the first `length` tokens in `blocks` of one layer.
+    """Copy K and V [H, T, D] of the first `length` tokens in `blocks` of one layer.
 
     Args:
         module: vLLM's attention layer.
-        order: its pages'.
-        blocks: of the kernel, [ceil(T / N)] or more.
+        order: order in its pages; None: plain pages.
+        blocks: the kernel's blocks, [ceil(T / N)] or more.
     """
     pages = module.kv_cache
     used = torch.from_numpy(np.asarray(blocks[: -(-length // pages.shape[2])], np.int64)).to(pages.device)
@@ -109,6 +109,6 @@ def read_tokens(
 
 
 def write_tokens(module: Any, k: torch.Tensor, v: torch.Tensor, slots: torch.Tensor) -> None:
-    """Put K and V [H, T, D] of tokens into a layer's pages at `slots`, int64 [T], by vLLM's own operator."""
+    """Write K and V [H, T, D] to a layer's pages at `slots`, int64 [T], with vLLM's own operator."""
     k, v = (x.transpose(0, 1).contiguous() for x in (k, v))
     module.impl.do_kv_cache_update(module, k, v, module.kv_cache, slots)

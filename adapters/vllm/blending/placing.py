@@ -1,4 +1,4 @@
-"""Documents out of tiers into a request's blocks, where the prompt has them: keys turn on the way."""
+"""Placing of documents from tiers in a request's blocks, with keys rotated to their new positions."""
 
 from __future__ import annotations
 
@@ -22,11 +22,12 @@ from kvkit.moving.sequence import SequencePages
 
 @dataclass(frozen=True, slots=True)
 class MovedPages(SequencePages):
-    """Where a document's tokens go that were computed `delta` positions before; a load turns their keys.
+    """Pages for a document's tokens, with keys that a load rotates by `delta` positions.
 
     Args:
-        ropes: of each layer of the group; None: its keys are not rotated.
-        order: where K and V are in opaque pages, as `unpack_ordered` takes it; None: they are not opaque.
+        ropes: rope of each layer of the group; None: its keys are not rotated.
+        order: order of K and V in opaque pages, as `unpack_ordered` takes it; None: pages are not opaque.
+        delta: distance from the position at which tokens were computed to their new position.
         noted: called with the seconds that each part took.
     """
 
@@ -43,7 +44,7 @@ class MovedPages(SequencePages):
         rotate: Rotation | None,
         after: CudaEvents | None,
     ) -> None:
-        """Put payloads of records in place, keys turned; `rotate` is none of it. Mutates the pages."""
+        """Unpack payloads of records and rotate their keys by `delta`; ignore `rotate`. Mutates the pages."""
         began, slots = time.perf_counter(), self.rows(form, first, len(payloads))["slots"]
         if self.order is not None:
             from kvkit.kernels.pages.ordered import unpack_ordered  # numba stays out of vLLM's start
@@ -72,12 +73,12 @@ class MovedPages(SequencePages):
 
 @dataclass(frozen=True, slots=True)
 class Placing:
-    """One rank's pages, and what their keys were rotated by.
+    """One rank's pages, and the ropes of their keys.
 
     Args:
-        groups: of the layout.
-        orders: of each of them; None: its pages are not opaque.
-        ropes: of each layer by its name; None: its keys are not rotated.
+        groups: groups of the layout.
+        orders: page order of each group; None: its pages are not opaque.
+        ropes: rope of each layer by the layer's name; None: its keys are not rotated.
     """
 
     groups: Sequence[GroupPages]
@@ -86,7 +87,7 @@ class Placing:
 
     @staticmethod
     def of(groups: Sequence[GroupPages], pages: PagesOfLayers, ropes: Sequence[Rope | None]) -> Placing:
-        """That of a rank, each of whose layers turns its keys by one of `ropes`."""
+        """Describe a rank's groups, given the rope of each layer of `pages`."""
         names = [layer.name for layer in pages.layers]
         orders, turned = dict(zip(names, pages.orders, strict=True)), dict(zip(names, ropes, strict=True))
         found = []
@@ -99,10 +100,10 @@ class Placing:
         return Placing(groups, found, turned)
 
     def warm_up(self, formats: Sequence[RecordFormat]) -> None:
-        """Have what turns keys compiled before a request waits for it. Mutates nothing.
+        """Compile the kernels that rotate keys before a request waits for them. Mutates no pages.
 
         Args:
-            formats: of each group's records.
+            formats: record format of each group.
         """
         nowhere = np.full(formats[0].namespace.chunk_tokens, -1)
         no_blocks: Tables = tuple([] for _ in range(1 + max(group.table for group in self.groups)))
@@ -117,13 +118,13 @@ class Placing:
         delta: int,
         noted: Callable[[float], object],
     ) -> list[SequencePages]:
-        """Where the tokens of a document go.
+        """Return the pages of each group for the tokens of a document.
 
         Args:
-            blocks: of the request, from token 0 on.
-            positions: int64 [tokens of the record], in the prompt; < 0: a token is left out.
-            delta: by how many positions keys move.
-            noted: called with the seconds that each part of a group took, from any thread.
+            blocks: block tables of the request, from token 0 on.
+            positions: int64 [tokens of the record], positions in the prompt; < 0: the token is left out.
+            delta: number of positions that keys move.
+            noted: called from any thread with the seconds that each part of a group took.
         """
         found: list[SequencePages] = []
         for group, order in zip(self.groups, self.orders, strict=True):

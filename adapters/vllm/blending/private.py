@@ -1,10 +1,9 @@
-"""Blocks that no other request can hit: how approximate KV stays out of vLLM's prefix cache and its events.
+"""Private blocks, which keep approximate KV out of vLLM's shared prefix cache and its events.
 
-vLLM names a block by a hash of its tokens and of the name before it (`vllm.v1.core.kv_cache_utils`). Where a
-request's KV is approximate from some token on, the names of that token's block and of all behind it are
-replaced by keyed hashes of themselves: of what was blended, of what is computed behind it, and of what is
-generated. The blocks before keep the names that others share. The request finds all of its own again after it
-was preempted.
+vLLM names a block by a hash of its tokens and of the name before it (`vllm.v1.core.kv_cache_utils`). If a
+request's KV is approximate from some token on, kvkit replaces the name of that token's block, and those of
+all later blocks (blended, computed or generated), by keyed hashes of the names. Earlier blocks keep their
+shared names. After a preemption, the request finds all its blocks again.
 """
 
 from __future__ import annotations
@@ -21,11 +20,14 @@ from kvkit.adapters.vllm import compat
 
 @dataclass(eq=False)
 class _Namer:
-    """Stands in for the hasher of a request whose blocks are its own from block `first` on.
+    """Replacement for the hasher of a request with private blocks.
 
     Args:
-        hasher: vLLM's, of a request's next blocks.
-        told: where each of its names goes, as events have it.
+        hasher: vLLM's hasher of a request's next blocks.
+        first: index of the first private block.
+        told: set to which it adds each of its names, in the form that events use.
+        secret: key of its hashes.
+        names: the private names so far.
     """
 
     hasher: Any
@@ -48,14 +50,14 @@ class _Namer:
 
 @dataclass(eq=False)
 class PrivateBlocks:
-    """The requests of one engine that have blocks of their own.
+    """The private blocks of one engine's requests.
 
     Args:
         manager: vLLM's `KVCacheManager`.
-        hash_tokens: tokens that one of vLLM's block hashes stands for.
+        hash_tokens: number of tokens per block hash of vLLM.
 
     Raises:
-        MissingName: this vLLM has no such blocks or hashes.
+        MissingName: this vLLM lacks the blocks or hashes that private blocks need.
     """
 
     manager: Any
@@ -64,13 +66,13 @@ class PrivateBlocks:
 
     def __post_init__(self) -> None:
         compat.check_private_blocks(self.manager)
-        # blocks are cached all through a step
+        # vLLM caches blocks throughout a step, so filter just before it takes their events
         compat.before_events(self.manager, self._withhold_events)
 
     def begin(self, request: Any, tokens: int) -> None:
-        """Keep a request's blocks from token `tokens` on to itself. Mutates its hashes and its hasher.
+        """Make a request's blocks private from token `tokens` on. Mutates its hashes and its hasher.
 
-        Called before any of them is cached. A second time it does nothing: tokens are exact or not for good.
+        Call it before any of these blocks is cached. A second call does nothing, as exact tokens stay exact.
         """
         hasher = compat.block_hasher(request)
         if hasher is None or isinstance(hasher, _Namer):
@@ -81,7 +83,7 @@ class PrivateBlocks:
         hashes[namer.first :] = [namer.rename(name) for name in hashes[namer.first :]]
 
     def end(self, request: Any) -> None:
-        """Have vLLM forget its blocks, so that they are reused first. The request is over."""
+        """Drop the private blocks of a request that ended from vLLM's cache; vLLM reuses them first."""
         namer = compat.block_hasher(request)
         if not isinstance(namer, _Namer):
             return
@@ -91,23 +93,23 @@ class PrivateBlocks:
         self._told.difference_update(map(compat.event_hash, namer.names))
 
     def _withhold_events(self) -> None:
-        """Take what is told of private blocks out of vLLM's queue of events."""
+        """Remove private blocks from vLLM's queue of events."""
         queue = compat.event_queue(self.manager)
         if queue and self._told:
             queue[:] = [event for event in queue if _without(event, self._told)]
 
 
 def _without(event: KVCacheEvent, private: set[Any]) -> bool:
-    """Whether anything of an event is left without these blocks. Mutates it."""
+    """Remove private blocks from an event; return whether any block is left. Mutates the event."""
     if not isinstance(event, BlockStored | BlockRemoved):
         return True
     names = event.block_hashes
     kept = [name for name in names if name not in private]
     if len(kept) < len(names) and isinstance(event, BlockStored):
-        if len(names) * event.block_size != len(event.token_ids):  # it does not say which tokens are whose
+        if len(names) * event.block_size != len(event.token_ids):  # tokens cannot be assigned to blocks
             return False
         event.token_ids = event.token_ids[: len(kept) * event.block_size]  # private ones come last
-        for told in ("extra_keys", "lookahead_token_ids"):  # 0.32 has none of the latter
+        for told in ("extra_keys", "lookahead_token_ids"):  # vLLM 0.32 lacks the latter
             if getattr(event, told, None):
                 setattr(event, told, getattr(event, told)[: len(kept)])
     event.block_hashes = kept

@@ -1,4 +1,4 @@
-"""What a request asks of blending: its `kv_transfer_params.blend`, or what the settings find in it."""
+"""Blend requests: read from `kv_transfer_params.blend`, or found in a prompt as the settings say."""
 
 from __future__ import annotations
 
@@ -22,13 +22,14 @@ _JointToken = Annotated[int, Field(ge=0, lt=2**31)]
 
 @dataclass(frozen=True, slots=True)
 class BlendRequest:
-    """What of a prompt may be reused from elsewhere, and what is computed again.
+    """The documents of a prompt with reusable KV, and how tokens to compute again are chosen.
 
     Args:
-        documents: (start, stop) of each, ascending and apart.
-        prefix: leading tokens of the prompt behind which each document was computed.
+        documents: (start, stop) of each document, ascending and disjoint.
+        prefix: number of leading tokens of the prompt after which each document was computed.
         selection: how tokens to compute again are chosen.
-        joints: tokens that stood between the prefix and each document there; empty: none before any.
+        joints: per document, the tokens between the prefix and the document when it was computed; empty:
+            there were none before any document.
     """
 
     documents: tuple[tuple[int, int], ...]
@@ -38,7 +39,7 @@ class BlendRequest:
 
     @property
     def parts(self) -> Iterator[tuple[tuple[int, int], tuple[int, ...]]]:
-        """Each document and its joint."""
+        """Pairs of each document and its joint."""
         return zip(self.documents, self.joints or ((),) * len(self.documents), strict=True)
 
 
@@ -56,17 +57,17 @@ class _Asked(BaseModel):
 
 @dataclass(frozen=True, slots=True)
 class Marks:
-    """The token ids of what stands before and after a document."""
+    """Token ids of the marks before and after a document, as bytes of int32."""
 
     before: bytes
     after: bytes
 
     @classmethod
     def of(cls, texts: tuple[str, str], encode: Callable[[str], Sequence[int]]) -> Marks:
-        """The marks of the settings, in a tokenizer's ids.
+        """Encode the marks of the settings.
 
         Raises:
-            ConfigError: one of them comes to no token.
+            ConfigError: a mark has no tokens.
         """
         ids = [as_tokens(list(encode(text))) for text in texts]
         if not all(map(len, ids)):
@@ -74,7 +75,7 @@ class Marks:
         return cls(*(one.tobytes() for one in ids))
 
     def documents(self, prompt: Sequence[int]) -> Iterator[tuple[int, int]]:
-        """What stands between them. One that does not end is none."""
+        """Yield (start, stop) of each document between marks; ignore a document without an end mark."""
         ids, at = as_tokens(prompt).tobytes(), 0
         while (start := _find(ids, self.before, at)) >= 0:
             start += len(self.before)
@@ -86,12 +87,12 @@ class Marks:
 
 
 def read(request: Any, settings: BlendSettings, marks: Marks | None = None) -> BlendRequest | None:
-    """What vLLM's `Request` asks for; None: it is not blended.
+    """Read the blend request of vLLM's `Request`; None: it is not blended.
 
-    `false` says so; a request that says nothing has what `marks` or `settings.split` find.
+    `false` turns blending off. For a request without `blend`, `marks` or `settings.split` find the documents.
 
     Raises:
-        ConfigError: what it says is wrong, or cannot be done for this request.
+        ConfigError: the `blend` of the request is invalid, or the request cannot be blended.
     """
     params: Mapping[str, Any] = request.kv_transfer_params or {}
     said = params.get("blend")
@@ -122,7 +123,7 @@ def read(request: Any, settings: BlendSettings, marks: Marks | None = None) -> B
 
 
 def _obstacle(request: Any, params: Mapping[str, Any]) -> str:
-    """Why a request cannot be blended, whatever it asks for; empty for nothing."""
+    """Return the feature of a request that rules out blending; "" if there is none."""
     return next(
         (
             name
@@ -131,7 +132,7 @@ def _obstacle(request: Any, params: Mapping[str, Any]) -> str:
                 ("images or other media", request.mm_features),
                 ("embeddings in place of token ids", request.prompt_embeds is not None),
                 ("pooling", request.pooling_params is not None),
-                ("input that is streamed", request.resumable),
+                ("streamed input", request.resumable),
                 ("logprobs of the prompt", request.skip_reading_prefix_cache),
             )
             if found
@@ -143,7 +144,7 @@ def _obstacle(request: Any, params: Mapping[str, Any]) -> str:
 def _documents(
     prompt: Sequence[int], asked: _Asked, settings: BlendSettings, marks: Marks | None
 ) -> tuple[tuple[tuple[int, int], ...], int]:
-    """Where documents stand, and behind how many tokens they were computed."""
+    """Return (start, stop) of each document, and the number of prefix tokens of each when computed."""
     if asked.documents is None:
         if asked.joints:
             raise ConfigError(f"{WHERE}.joints: want {WHERE}.documents with them")
@@ -172,7 +173,7 @@ def _documents(
 
 
 def _selection(asked: _Asked, settings: BlendSettings) -> Selection:
-    """Of ratio 0, unless `first_n` says otherwise: nothing at all is computed again."""
+    """Return the selection. With ratio 0 and no `first_n`, no token is computed again."""
     ratio = settings.ratio if asked.ratio is None else asked.ratio
     method = asked.method or settings.methods[0]
     if method not in settings.methods:
@@ -186,7 +187,7 @@ def _selection(asked: _Asked, settings: BlendSettings) -> Selection:
 
 
 def _find(ids: bytes, wanted: bytes, start: int) -> int:
-    """Where `wanted` begins in int32 ids, from byte `start` on; -1: nowhere."""
+    """Return the byte at which `wanted` begins in int32 ids, from byte `start` on; -1: not found."""
     while (start := ids.find(wanted, start)) >= 0 and start % np.dtype(np.int32).itemsize:
         start += 1
     return start

@@ -1,4 +1,4 @@
-"""The problems that the choice between the engine's attention and kvkit's is tuned with, on a GPU with vLLM.
+"""Problems for tuning the choice between the engine's attention and kvkit's, on a GPU with vLLM.
 
 `kvkit tune --problems kvkit.adapters.vllm.blending.row_problems:problems`
 """
@@ -26,7 +26,7 @@ from kvkit.kernels.tuning.configs import HostLaunch, KernelConfig
 
 @dataclass(frozen=True, slots=True)
 class PromptRows:
-    """One layer's rows of a prompt: a share of its tokens, drawn at random, and the question at the end."""
+    """Rows of a prompt in one layer: a random share of its tokens, and the question at the end."""
 
     tokens: int
     share: float
@@ -38,20 +38,20 @@ class PromptRows:
 
     @property
     def positions(self) -> NDArray[np.int64]:
-        """Of the rows, ascending."""
+        """Positions of the rows, ascending."""
         before = self.tokens - self.question
         chosen = np.random.default_rng(0).choice(before, int(self.share * before), replace=False)
         return np.union1d(chosen, np.arange(before, self.tokens))
 
     @property
     def starts(self) -> NDArray[np.int64]:
-        """The first row of each run, and the number of rows."""
+        """Index of the first row of each run, then the number of rows."""
         at = self.positions
         return np.append(np.flatnonzero(np.diff(at, prepend=-2) != 1), len(at))
 
     @property
     def form(self) -> RowsForm:
-        """What the choice is made by."""
+        """Sizes by which the attention is chosen."""
         rows, runs = len(self.positions), len(self.starts) - 1
         return RowsForm(rows, runs, self.tokens, self.group, self.size, "bfloat16")
 
@@ -66,22 +66,22 @@ PROMPTS = tuple(
     for tokens in (4096, 32768)
     for share, question in ((0.15, 64), (0.02, 64), (0.002, 64), (0.0, 64), (0.0, 2048))
 )
-"""Selected tokens, few of them, hardly any, the question alone, and a long one."""
+"""Prompts with many, some and few selected tokens, and with a question alone, short or long."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class RowTensors:
-    """A layer of vLLM's, its pages tokens first in memory, and the rows of a prompt. Make it with `of`.
+    """Pages of a layer as in vLLM, and the rows of a prompt. Make it with `of`.
 
     Args:
         q: [M, Hq, D].
-        pages: [B, H, N, 2 D].
-        out: as q.
-        own: the rows, all together.
-        apart: every run of them as a request of its own, as engines take them, whose metadata says
-        query_starts: int32 [runs + 1], the first row of each, and
-        used: int32 [runs], how many keys each sees.
-        scoring: of the layer.
+        pages: [B, H, N, 2 D]; in memory, tokens come before heads.
+        out: [M, Hq, D], the output.
+        own: all rows as one request, for kvkit's attention.
+        apart: every run of rows as a request of its own, as engines take them.
+        query_starts: int32 [runs + 1], the first row of each run, then M.
+        used: int32 [runs], number of keys that each run sees.
+        scoring: scale, window and soft-cap of the layer.
     """
 
     q: torch.Tensor
@@ -95,7 +95,7 @@ class RowTensors:
 
     @staticmethod
     def of(prompt: PromptRows, device: torch.device, filled: bool = True) -> RowTensors:
-        """Random numbers; without `filled`, none."""
+        """Allocate the tensors; fill them with random numbers if `filled`."""
         at, blocks = prompt.positions, prompt.tokens // prompt.block_tokens
         new = partial(torch.empty, dtype=torch.bfloat16, device=device)
         q = new(len(at), prompt.heads * prompt.group, prompt.size)
@@ -113,14 +113,14 @@ class RowTensors:
         return RowTensors(q, memory.transpose(1, 2), torch.empty_like(q), own, apart, first, used, scoring)
 
     def run(self, TOGETHER: int) -> None:
-        """Write `out`, by vLLM's attention or by kvkit's."""
+        """Compute `out`, with kvkit's attention if `TOGETHER` is not 0, otherwise with vLLM's."""
         if TOGETHER:
             self.own.attend(0, self.q, self.pages, self.out)
         else:
             _by_vllm(self)
 
     def wrong(self) -> float:
-        """How far 64 rows of `out` are off, as a share of their norm."""
+        """Return the error of 64 rows of `out`, relative to their norm."""
         (rows,) = self.own.rows.values()
         which = np.unique(np.linspace(0, rows.count - 1, 64).astype(np.int64))
         ends, some = np.array([0, len(which)]), torch.from_numpy(which).to(self.q.device)
@@ -133,7 +133,7 @@ class RowTensors:
 
 
 def _by_vllm(given: RowTensors) -> None:
-    """Every run is a sequence, as in vLLM's own backend: FlashAttention."""
+    """Compute `out` with every run as a sequence, as vLLM's own backend does: FlashAttention."""
     k, v = given.pages.transpose(1, 2).chunk(2, -1)
     compat.find("flash_attn_varlen_func")(
         q=given.q,
@@ -152,12 +152,12 @@ def _by_vllm(given: RowTensors) -> None:
 
 
 def problems() -> Iterator[Problem]:
-    """All of them, made without tensors."""
+    """Return all problems; no tensors are made yet."""
     return map(row_problem, PROMPTS)
 
 
 def row_problem(prompt: PromptRows) -> Problem:
-    """One of them. Nothing is compiled differently, so that no form of it is gated."""
+    """Return the problem of one prompt. It is not gated, as no config compiles a kernel of its own."""
     form = prompt.form
     moved = 2 * prompt.heads * prompt.size * (2 * prompt.tokens + 2 * form.rows * prompt.group)
     return Problem(
@@ -175,7 +175,7 @@ def row_problem(prompt: PromptRows) -> Problem:
 def _case(prompt: PromptRows, device: torch.device, filled: bool) -> Case:
     given = RowTensors.of(prompt, device, filled)
     if filled and device.type == "cuda":
-        given.run(**dict(ENGINE.tiles))  # if it cannot be run, nothing is tuned: kvkit's would win unopposed
+        given.run(**dict(ENGINE.tiles))  # fails if vLLM's cannot run: tuning has to compare both
 
     def launches(config: KernelConfig | None) -> tuple[HostLaunch, ...]:
         return (HostLaunch(given.run, {}, config or prompt.form.untuned),)
@@ -185,6 +185,6 @@ def _case(prompt: PromptRows, device: torch.device, filled: bool) -> Case:
 
     def fault() -> str:
         off = given.wrong()
-        return "" if off < 0.01 else f"rows are off by {off:.2g} of their norm"
+        return "" if off < 0.01 else f"rows differ from the reference by {off:.2g} of their norm"
 
     return Case(launches, poison, fault, (given.out,))

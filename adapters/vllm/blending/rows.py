@@ -1,11 +1,11 @@
-"""Some rows of prompts through vLLM's own model and attention, at their positions, against KV in its pages.
+"""Runs of rows of prompts through vLLM's own model, at their positions, against the KV in its pages.
 
-vLLM's attention takes a batch of sequences, each with queries at its end. Rows that are not consecutive are
-such a batch: every run of consecutive rows is a sequence that ends with it, and all runs of a request have
-the request's block tables. In every layer all rows' K and V are written to the pages before any of them
-attends, so that a row sees the new KV of the rows and the old of all other tokens at or before its position.
-No kernel, layer or weight of vLLM's has to be known for that: quantised weights, adapters, experts, windows
-and compiled graphs are the model's own business.
+vLLM's attention takes a batch of sequences, each with queries at its end. Rows that are not consecutive form
+such a batch: every run of consecutive rows is a sequence that ends with the run, and all runs of a request
+have the request's block tables. In every layer, K and V of all rows are written to the pages before any row
+attends. So a row sees new KV of rows, and old KV of all other tokens, at or before its position. This
+takes no knowledge of vLLM's kernels, layers or weights: the model itself handles quantised weights, adapters,
+experts, windows and compiled graphs.
 """
 
 from __future__ import annotations
@@ -28,13 +28,13 @@ from kvkit.adapters.vllm.step import Tables
 from kvkit.blend.plan import BlendError
 
 QueryTap = Callable[[int, torch.Tensor], None]
-"""Shown an index into `RowRunner.layers`, and the rows' rotated queries [M, Hq, D] in the rows' order."""
+"""Function of an index into `RowRunner.layers`, and the rotated queries [M, Hq, D] of rows as given."""
 _STAGES_TAG = 0x6B76
-"""Keeps what stages send each other for rows apart from what vLLM sends over the same group."""
+"""Tag of messages between stages about rows, as vLLM sends over the same group."""
 
 
 class _Enough(Exception):
-    """No more of the model is wanted."""
+    """Raised to stop a run of the model early."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -44,9 +44,9 @@ class RowsOf:
     Args:
         ids: int32 [M].
         positions: int64 [M], ascending.
-        blocks: of the request, per KV cache group, from token 0 on. Those of the rows, and those that the
-            rows attend to, must be there.
-        lora: the request's adapter, None for none.
+        blocks: block tables of the request, per KV cache group, from token 0 on. Blocks of the rows, and of
+            the tokens that rows attend to, must be present.
+        lora: the request's adapter; None: none.
     """
 
     ids: NDArray[np.int32]
@@ -55,25 +55,26 @@ class RowsOf:
     lora: LoRARequest | None = None
 
     def part(self, start: int, stop: int) -> RowsOf:
-        """Rows [start, stop) of these."""
+        """Return rows [start, stop) of these."""
         return replace(self, ids=self.ids[start:stop], positions=self.positions[start:stop])
 
     @property
     def runs(self) -> NDArray[np.int64]:
-        """Where runs of consecutive rows begin, ascending, and M."""
+        """Index of the first row of each run of consecutive rows, ascending, then M."""
         begins: NDArray[np.int64] = np.flatnonzero(np.diff(self.positions, prepend=-2) != 1)
         return np.append(begins, len(self.positions))
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class AttentionLayer:
-    """One of vLLM's attention layers that have pages of their own.
+    """An attention layer of vLLM with pages of its own.
 
     Args:
-        number: among those of the whole model, over all stages of a pipeline.
-        module: vLLM's.
-        table: which of the block tables is its.
-        block_tokens: of a block of that table; the kernel's blocks in `module.kv_cache` may be smaller.
+        number: index among such layers of the whole model, over all stages of a pipeline.
+        name: vLLM's name of the layer.
+        module: vLLM's layer.
+        table: index of its block table.
+        block_tokens: tokens per block of that table; the kernel's blocks in `module.kv_cache` may be smaller.
     """
 
     number: int
@@ -83,48 +84,48 @@ class AttentionLayer:
     block_tokens: int
 
     def kernel_blocks(self, blocks: Sequence[int]) -> NDArray[np.int64]:
-        """Which blocks of `module.kv_cache` a table's `blocks` are."""
+        """Convert a table's `blocks` to blocks of `module.kv_cache`."""
         ratio = self.block_tokens // self.module.kv_cache.shape[2]
         split: NDArray[np.int64] = np.asarray(blocks, np.int64)[:, None] * ratio + np.arange(ratio)
         return split.reshape(-1)
 
 
 def lora_request(lora: Lora | None) -> LoRARequest | None:
-    """A request's adapter as vLLM's model runner wants it."""
+    """Return a request's adapter as vLLM's model runner takes it."""
     if lora is None:
         return None
     return LoRARequest(lora.name, lora.number, lora.path, is_3d_lora_weight=lora.fused_experts)
 
 
 class PlannedRows(Protocol):
-    """Some rows, ready for another attention than vLLM's; stands where the metadata of vLLM's would."""
+    """Rows prepared for an attention other than vLLM's; replaces vLLM's attention metadata."""
 
     def forward(self, layer: int) -> Callable[..., Any]:
-        """What is called in the place of `forward` of that layer's attention; K and V are written."""
+        """Return a replacement for `forward` of a layer's attention; K and V are written before its call."""
 
 
 class OtherAttention(Protocol):
-    """Another attention than vLLM's, for all layers; for any number of runs of consecutive rows."""
+    """Attention other than vLLM's, for all layers and any number of runs of consecutive rows."""
 
     def wins(self, rows: Sequence[RowsOf], most_runs: int) -> bool:
-        """Whether these rows are to get it; vLLM's takes `most_runs` runs at a time."""
+        """Return whether to use it for these rows; vLLM's takes `most_runs` runs at a time."""
 
     def plan(self, rows: Sequence[RowsOf], device: torch.device) -> PlannedRows:
-        """For one run of the model."""
+        """Prepare rows for one run of the model."""
 
 
 class RowRunner:
-    """One rank's part of vLLM's model, run for rows. Every rank must run the same rows in the same order.
+    """Runner of rows through one rank's part of vLLM's model. All ranks must run the same rows in order.
 
     Args:
-        runner: vLLM's model runner, its pages bound.
+        runner: vLLM's model runner, with bound pages.
 
     Attributes:
-        layers: this stage's attention layers with pages of their own, in order.
-        count: such layers of the whole model.
-        stages: of the pipeline.
-        most_rows, most_runs: what vLLM's buffers take at a time.
-        own: the attention that rows get where it `wins`; None: all get vLLM's.
+        layers: attention layers of this stage with pages of their own, in order.
+        count: number of such layers in the whole model.
+        stages: number of pipeline stages.
+        most_rows, most_runs: numbers of rows and runs that vLLM's buffers take at a time.
+        own: attention that is used for rows where it `wins`; None: vLLM's for all rows.
     """
 
     def __init__(self, runner: Any) -> None:
@@ -149,7 +150,7 @@ class RowRunner:
         self.own: OtherAttention | None = None
         every = [group for groups in self._groups for group in groups]
         if self.device.type == "cpu" and all(group.kernel_block_size is None for group in every):
-            self.most_runs = self.most_rows  # the CPU's metadata has no buffers of that size
+            self.most_runs = self.most_rows  # metadata on a CPU has no buffers for a number of runs
         self._embeds = runner.supports_mm_inputs or self.config.model_config.enable_prompt_embeds
         self._sends: list[tuple[Any, torch.Tensor]] = []
 
@@ -159,13 +160,13 @@ class RowRunner:
         return self.runner.get_model()
 
     def parts(self, rows: Sequence[RowsOf], most: int | None = None) -> Iterator[list[tuple[int, RowsOf]]]:
-        """`rows` cut so that vLLM's buffers take each part: pieces, and which of `rows` each is of.
+        """Cut `rows` into parts that fit vLLM's buffers; a part is a list of (index in `rows`, piece of it).
 
-        To be run in this order: later pieces of a request see earlier ones. All of a part have the same
-        adapter: those of several would alternate, in more turns than vLLM has room for.
+        Run the parts in this order, as later pieces of a request see earlier ones. All pieces of a part have
+        the same adapter: several adapters would alternate more often than vLLM has room for.
 
         Args:
-            most: rows of a part, at most; None: as many as fit.
+            most: maximum rows of a part; None: as many as fit.
         """
         most = min(most or self.most_rows, self.most_rows)
         part: list[tuple[int, RowsOf]] = []
@@ -197,14 +198,14 @@ class RowRunner:
         """Compute rows that fit one part. Mutates their pages.
 
         Args:
-            rows: each of another request, all with the same adapter.
-            look: shown every layer's queries, once the layer's K, V and attention are computed.
-            layers: of the whole model, so many are enough; None: all.
-            hidden: whether hidden states are wanted.
+            rows: rows of different requests, all with the same adapter.
+            look: called with every layer's queries, once the layer's K, V and attention are computed.
+            layers: number of the whole model's first layers to compute; None: all.
+            hidden: whether to return hidden states.
 
         Returns:
-            Hidden states [M, E] of each of `rows`, before the logits. Empty where they are not wanted, not
-            all layers are, or another stage of the pipeline has them.
+            Hidden states [M, E] of each of `rows`, before the logits. Empty without `hidden`, with fewer than
+            all layers, or if another stage of the pipeline has them.
 
         Raises:
             BlendError: a row has no block to be written to.
@@ -250,21 +251,21 @@ class RowRunner:
         return found
 
     def _inputs(self, ids: NDArray[np.int32], positions: NDArray[np.int64], before: Any) -> dict[str, Any]:
-        """What the model is called with."""
+        """Return the arguments for a call of the model."""
         model, at, tokens, embeds = self.model, self._tensor(positions), None, None
         if before is None:
             tokens = self._tensor(ids)
             if self._embeds:
                 embeds = model.embed_input_ids(tokens)
                 tokens = tokens if getattr(model, "requires_raw_input_tokens", False) else None
-        if self.config.model_config.uses_mrope:  # text stands at the same place on all three axes
+        if self.config.model_config.uses_mrope:  # text has the same position on all three axes
             at = at.expand(3, -1)
         return {"input_ids": tokens, "positions": at, "intermediate_tensors": before, "inputs_embeds": embeds}
 
     def _metadata(
         self, rows: Sequence[RowsOf], batch: _Sequences, own: PlannedRows | None
     ) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
-        """Attention metadata, or `own`, and slots by layer, of every layer's own block table."""
+        """Return attention metadata (or `own`) and slots by layer, each from the layer's own block table."""
         starts = torch.from_numpy(batch.starts.astype(np.int32))
         ends = torch.from_numpy(batch.ends.astype(np.int32))
         prefix_lm = self.config.model_config.is_mm_prefix_lm
@@ -287,12 +288,12 @@ class RowRunner:
             table = _tables([given.blocks[number] for given in rows], -(-int(batch.ends.max()) // size))
             at = table[batch.owners, batch.positions // size]
             if (at < 0).any():
-                raise BlendError(f"blocks of group {number}: rows have none to be written to")
+                raise BlendError(f"KV cache group {number}: rows have no block to be written to")
             where = self._tensor(at.astype(np.int64) * size + batch.positions % size)
             slots |= dict.fromkeys((name for group in groups for name in group.layer_names), where)
             if own is not None:
                 continue
-            present = np.maximum(table, NULL_BLOCK)  # nobody looks at what is not there
+            present = np.maximum(table, NULL_BLOCK)  # no row attends to missing blocks
             sequences = self._tensor(present[batch.owners[batch.starts[:-1]]])
             built = compat.find("CommonAttentionMetadata")(
                 **common, block_table_tensor=sequences, slot_mapping=where
@@ -304,7 +305,7 @@ class RowRunner:
     def _tapped(
         self, look: QueryTap | None, last: int | None, own: PlannedRows | None
     ) -> AbstractContextManager[None]:
-        """Have `look` see every layer's queries behind its attention; behind layer `last` it is enough."""
+        """Call `look` with every layer's queries after its attention; stop the model after layer `last`."""
         return compat.attention_instead(
             (
                 layer.module,
@@ -321,7 +322,7 @@ class RowRunner:
         )
 
     def _receive(self, count: int) -> Any:
-        """What the stage before made of `count` rows."""
+        """Receive the previous stage's output for `count` rows."""
         tensors = self.model.make_empty_intermediate_tensors(
             batch_size=count, dtype=self.config.model_config.dtype, device=self.device
         )
@@ -333,16 +334,16 @@ class RowRunner:
         return tensors
 
     def settle(self) -> None:
-        """Wait until the next stage has what was sent: without that, it is lost when this object goes.
+        """Wait until the next stage has received all sends; otherwise they are lost with this object.
 
-        Not to be called in the step of vLLM in which it was sent (see `Blender.step`).
+        Do not call it in the step of vLLM in which they were sent (see `Blender.step`).
         """
         for work, _ in self._sends:
             work.wait()
         self._sends.clear()
 
     def _send(self, tensors: Any) -> None:
-        """Begin to send the next stage what it goes on with; vLLM's own sends may be under way."""
+        """Start sending the next stage its input. vLLM's own sends may be in flight."""
         stages = compat.find("get_pp_group")()
         near = [tensors[key].cpu().contiguous() for key in sorted(tensors.tensors)]
         self._sends += [
@@ -355,13 +356,13 @@ class RowRunner:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Sequences:
-    """Rows as sequences.
+    """A batch of sequences, one for each run of consecutive rows.
 
     Args:
-        order: int64 [M], where each of the batch's rows is in the rows as given.
+        order: int64 [M], index of each row of the batch among the given rows.
         positions: int64 [M], in the batch's order.
-        owners: int64 [M], which request each is of.
-        starts: int64 [S + 1], where each sequence's rows begin.
+        owners: int64 [M], index of each row's request.
+        starts: int64 [S + 1], the first row of each sequence, then M.
         ends: int64 [S], the position after each sequence's last row.
     """
 
@@ -373,7 +374,7 @@ class _Sequences:
 
     @staticmethod
     def of(rows: Sequence[RowsOf], by_length: bool) -> _Sequences:
-        """As they are, or short ones first, as vLLM's attention wants them."""
+        """Make the batch in the given order, or with short sequences first, as vLLM's attention expects."""
         sizes = [len(given.positions) for given in rows]
         bases = np.cumsum([0, *sizes])
         begins = np.concatenate([b + g.runs[:-1] for b, g in zip(bases, rows, strict=False)])
@@ -389,7 +390,7 @@ class _Sequences:
 
 
 def _tables(blocks: Sequence[Sequence[int]], width: int) -> NDArray[np.int32]:
-    """Block ids [requests, width], -1 where there are none."""
+    """Return block ids [requests, width], padded with -1."""
     table = np.full((len(blocks), width), -1, np.int32)
     for row, ids in zip(table, blocks, strict=True):
         row[: len(ids)] = ids[:width]
@@ -406,7 +407,7 @@ def _tap(
     separate = not layer.module.attn_backend.forward_includes_kv_cache_update
 
     def tapped(module: Any, query: torch.Tensor, *rest: Any, **more: Any) -> Any:
-        if last and look is None and separate:  # K and V are written, and nobody wants the rest
+        if last and look is None and separate:  # K and V are written; the rest is not needed
             raise _Enough
         done = forward(module, query, *rest, **more)
         if look is not None:
@@ -419,7 +420,7 @@ def _tap(
 
 
 def _counts(mine: int) -> list[int]:
-    """How many layers each stage of the pipeline has."""
+    """Return the number of layers of each pipeline stage."""
     stages = compat.find("get_pp_group")()
     if stages.world_size == 1:
         return [mine]

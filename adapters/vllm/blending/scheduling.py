@@ -1,10 +1,11 @@
-"""The scheduler's part of blending: what a request is promised, what workers are told of it, what came of it.
+"""The scheduler's part of blending: plans, tasks for workers, and results.
 
-A blended request claims its whole prompt as external tokens. The first reused token and all behind it are its
-own, what is computed and generated included: other requests never see them. Those before are as exact as any.
+A blended request claims its whole prompt as external tokens. KV from the first reused token on is private to
+the request, computed and generated tokens included: other requests never see it. Blending leaves earlier KV
+as it is.
 
-After a preemption, what vLLM has lost of a request is blended again as it was the first time: from the same
-tokens of the same documents, with the same tokens computed again.
+After a preemption, the KV that vLLM has lost is blended again as the first time: from the same tokens of the
+same documents, with the same tokens computed again.
 """
 
 from __future__ import annotations
@@ -33,14 +34,15 @@ class Blend:
     """The blend of one request.
 
     Attributes:
-        spans: where its documents stand; since its first blend, as far as they were placed then.
-        exact: leading tokens of what was promised last that stay as they are.
-        plan: what was promised last; None: nothing.
-        private: the first token whose KV is approximate; None: none is.
-        number: of the lookup whose answer is blended.
-        local: tokens that vLLM had itself.
+        asked: the blend request.
+        spans: spans of its documents; after its first blend, the parts that were placed then.
+        exact: number of leading tokens that the last plan leaves as they are.
+        plan: the last plan; None: nothing to blend.
+        private: index of the first token with approximate KV; None: there is none.
+        number: number of the lookup that it was planned from.
+        local: number of tokens that vLLM had itself.
         arrivals: what ranks have loaded.
-        done: what its first blend took.
+        done: result of its first blend; None: not done yet.
     """
 
     asked: BlendRequest
@@ -54,18 +56,18 @@ class Blend:
     done: BlendDone | None = None
 
     def __post_init__(self) -> None:
-        prefix = self.asked.prefix  # a document that stands right behind it is part of the true prefix
+        prefix = self.asked.prefix  # a document right after it is part of the true prefix
         self.spans = tuple(
             Span(*where, prefix + len(joint), exact=where[0] == prefix and not joint)
             for where, joint in self.asked.parts
         )
 
     def wants(self, computed: int) -> bool:
-        """Whether a document ends behind the first `computed` tokens."""
+        """Return whether a document ends after the first `computed` tokens."""
         return self.spans[-1].stop > computed
 
     def documents(self, prompt: Sequence) -> tuple[Sequence, ...]:
-        """What its documents were computed in, each from its first token on."""
+        """Return the text in which each document was computed, up to the document's end."""
         before = prompt.tokens[: self.asked.prefix]
         texts = (
             np.concatenate([before, as_tokens(joint), prompt.tokens[start:stop]])
@@ -74,15 +76,16 @@ class Blend:
         return tuple(replace(prompt, tokens=text, rest="") for text in texts)
 
     def ask(self, lookup: LookupRequest, prompt: Sequence) -> LookupRequest:
-        """The lookup with the documents in it."""
+        """Return the lookup with the documents added."""
         return replace(lookup, documents=self.documents(prompt), recomputed=self.asked.selection.ratio)
 
     def promise(self, tokens: int, exact: int, found: tuple[int, ...]) -> bool:
-        """Whether a prompt of `tokens` tokens is to be blended; notes how.
+        """Plan the blend of a prompt of `tokens` tokens; return whether it reuses any token.
 
         Args:
-            exact: leading tokens that vLLM has or that can be loaded.
-            found: leading tokens of each of the documents that can be loaded.
+            tokens: number of tokens of the prompt.
+            exact: number of leading tokens that vLLM has or that can be loaded.
+            found: per document, the number of leading tokens of its text that can be loaded.
         """
         self.exact = exact
         plan = plan_blend(tokens, exact, self._found(found))
@@ -90,7 +93,7 @@ class Blend:
         return self.plan is not None
 
     def task(self, prompt: Sequence, found: tuple[int, ...], load: LoadTask, blocks: Tables) -> BlendTask:
-        """What workers are told of what was promised; `load`, perhaps empty, is that of what is exact."""
+        """Return the workers' task for the plan; `load`, which may be empty, loads the exact tokens."""
         self.number, self.arrivals = load.number, []
         return BlendTask(
             load.request_id,
@@ -105,7 +108,7 @@ class Blend:
         )
 
     def arrive(self, arrival: Arrival, ranks: int) -> Arrival | None:
-        """Note what a rank has loaded; what all of them have, once all have told."""
+        """Note what a rank has loaded; return what all ranks have, None until all have reported."""
         if arrival.number != self.number:
             return None
         self.arrivals.append(arrival)
@@ -115,18 +118,18 @@ class Blend:
         return replace(arrival, rank=-1, exact=min(a.exact for a in self.arrivals), documents=least)
 
     def finish(self, request: Any, done: BlendDone) -> None:
-        """Note what the first blend of vLLM's request took, in vLLM's figures of its prefill, too."""
+        """Note the result of a request's first blend, also in vLLM's prefill stats of the request."""
         if self.done is None:
             self.done, self.spans = done, done.spans
             self._count(request, done.exact + done.reused - len(done.selected))
 
     def fail(self, request: Any) -> None:
-        """Note that vLLM computes what was promised."""
+        """Note in vLLM's prefill stats that vLLM computes the tokens of the plan itself."""
         if self.plan is not None and self.done is None:
             self._count(request, self.exact)
 
     def answer(self) -> dict[str, Any] | None:
-        """How many tokens were exact, reused, recomputed and computed; None: it was not blended."""
+        """Return the numbers of exact, reused, recomputed and computed tokens; None: it was not blended."""
         if self.done is None:
             return None
         done, again = self.done, len(self.done.selected)
@@ -143,10 +146,13 @@ class Blend:
 
 @dataclass(eq=False, slots=True)
 class Blends:
-    """What blending takes of vLLM's scheduler.
+    """Blending as vLLM's scheduler uses it.
 
     Args:
-        read: what vLLM's `Request` asks for; may raise ConfigError, which costs it no more than its blend.
+        read: function that reads the blend request of vLLM's `Request`; None: it has none. A request for
+            which it raises ConfigError is served without blending.
+        private: private blocks of the engine's requests.
+        scratch: blocks that stand in for those outside of windows.
     """
 
     read: Callable[[Any], BlendRequest | None]
@@ -154,7 +160,7 @@ class Blends:
     scratch: Scratch
 
     def begin(self, request: Any) -> Blend | None:
-        """The blend of a new request; None: it has none."""
+        """Return the blend of a new request; None: the request is not blended."""
         try:
             asked = self.read(request)
         except ConfigError as error:
@@ -163,10 +169,13 @@ class Blends:
         return None if asked is None else Blend(asked)
 
     def admit(self, request: Any, blend: Blend, computed: int, blocks: Tables) -> Tables:
-        """Keep what will be approximate to the request, which got its blocks; those of the blend.
+        """Make a request's approximate KV private, and return the block tables for its blend.
+
+        Call it once vLLM has allocated the request's blocks.
 
         Args:
-            computed: tokens that vLLM has.
+            computed: number of tokens that vLLM has.
+            blocks: the request's block tables.
         """
         assert blend.plan is not None
         if blend.private is None:

@@ -1,7 +1,7 @@
-"""Blocks that stand in for those which a sliding window leaves out, while a request is blended.
+"""Scratch blocks that replace the blocks outside of a sliding window while a request is blended.
 
-Rows stand anywhere in the prompt, and look a window back from where they stand. vLLM keeps the blocks of a
-request's last window alone:
+Rows may be anywhere in the prompt, and each attends to the window before it. vLLM keeps only the blocks of a
+request's last window:
 
     computed           |
     tokens     |  0  |  1  |  2  |  3  |  4  |  5  |
@@ -20,12 +20,12 @@ from kvkit.adapters.vllm.step import Tables
 
 @dataclass(eq=False)
 class Scratch:
-    """What one engine's blends hold besides their requests' blocks.
+    """The blocks that one engine's blends hold besides their requests' blocks.
 
     Args:
         manager: vLLM's `KVCacheManager`.
-        block_tokens: tokens of a block, per KV cache group.
-        windows: how many tokens a token attends to, itself among them, per KV cache group; None: all.
+        block_tokens: tokens per block, per KV cache group.
+        windows: tokens that a token attends to, itself included, per KV cache group; None: all.
     """
 
     manager: Any
@@ -35,7 +35,7 @@ class Scratch:
     _held: dict[str, list[Any]] = field(default_factory=dict, init=False)
 
     def has_room(self, tokens: int) -> bool | None:
-        """Whether there are all blocks that blending so many tokens may take; None: there never will be."""
+        """Return whether enough blocks are free to blend `tokens` tokens; None: there can never be enough."""
         if not any(self.windows):
             return True
         pool = self.manager.block_pool
@@ -43,9 +43,10 @@ class Scratch:
         return None if wanted >= pool.num_gpu_blocks else wanted <= pool.get_num_free_blocks()
 
     def pin(self, request: Any, computed: int) -> bool:
-        """Keep what windows before token `computed` have in vLLM's cache, until `fill` or `unpin`.
+        """Pin the blocks of windows before token `computed` in vLLM's cache, until `fill` or `unpin`.
 
-        Whether all of it is there.
+        Returns:
+            Whether all these blocks are in the cache; if not, none is pinned.
         """
         if not any(self.windows) or not computed:
             return True
@@ -62,16 +63,16 @@ class Scratch:
         return True
 
     def unpin(self) -> None:
-        """Let go what was pinned for requests that were not admitted after all."""
+        """Release blocks pinned for requests that were not admitted."""
         for pins in self._pinned.values():
             self.manager.block_pool.free_blocks(pins.values())
         self._pinned.clear()
 
     def fill(self, request: Any, blocks: Tables, computed: int) -> Tables:
-        """The blocks of all tokens of a request that is blended, from token 0 on; -1: no row looks there.
+        """Return the block tables of a blended request, from token 0 on; -1: no row attends to the block.
 
-        Those that are not the request's are held until `give_back`. There are enough if `has_room` said so
-        before the request got its own.
+        Blocks that are not the request's own are held until `give_back`. There are enough if `has_room` was
+        True before vLLM allocated the request's own blocks.
         """
         pins = self._pinned.pop(request.request_id, {})
         sizes = [-(-request.num_tokens // size) for size in self.block_tokens]
@@ -94,11 +95,11 @@ class Scratch:
         return tables
 
     def give_back(self, request_id: str) -> None:
-        """A request's blend is over."""
+        """Release the blocks held for a request's blend, which is over."""
         self.manager.block_pool.free_blocks(self._held.pop(request_id, ()))
 
     def _firsts(self, computed: int) -> Iterator[tuple[int, int]]:
-        """The first block that tokens from `computed` on look at, of each KV cache group with windows."""
+        """Yield each KV cache group with a window, and the first block that tokens from `computed` need."""
         for group, (size, window) in enumerate(zip(self.block_tokens, self.windows, strict=True)):
             if window is not None:
                 yield group, max(0, computed - window + 1) // size
