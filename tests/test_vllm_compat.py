@@ -130,7 +130,7 @@ def test_events_are_left_out(
     without(name)
     assert connector_of(vllm_config(model, kv_events_config=events))._events is None
     assert f"has no {name} " in caplog.text
-    assert "vLLM's KV events say nothing of kvkit's tiers" in caplog.text
+    assert "vLLM's KV events do not report kvkit's tiers" in caplog.text
 
 
 def test_adapters_are_not_cached(

@@ -183,8 +183,8 @@ def test_a_process_that_gets_no_further_is_not_waited_for(
         fcntl.flock(entry, fcntl.LOCK_EX)
         assert digests([settled], memory) == [digest]
     waits, gave_up = caplog.messages
-    assert waits == f"fingerprint: another process reads {settled}, and is waited for"
-    assert gave_up == f"fingerprint: another process got no further with {settled} in 0.1 s"
+    assert waits == f"fingerprint: waiting for another process that reads {settled}"
+    assert gave_up == f"fingerprint: another process made no progress with {settled} in 0.1 s"
 
 
 def test_entries_of_files_that_are_gone_or_changed_go_when_another_is_written(

@@ -357,7 +357,9 @@ def test_a_step_that_vllm_cannot_take_back_is_not_waited_for(load: str) -> None:
 
 def test_an_engine_whose_blocks_vllm_does_not_keep_apart_does_not_load() -> None:
     tiers = {"pool": {"url": "file:///kv"}, "disk": {"url": "file:///disk"}}
-    with pytest.raises(ConfigError, match=r"'kv_producer': it loads from pool, disk.*want 'kv_both'"):
+    with pytest.raises(
+        ConfigError, match=r"'kv_producer': this engine loads from pool, disk.*want 'kv_both'"
+    ):
         check("kv_producer", tiers=tiers)
     check("kv_producer", tiers=tiers, policy={"retrieve_from": []})
     check("kv_producer", "sync", tiers=tiers)

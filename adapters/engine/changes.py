@@ -1,4 +1,4 @@
-"""What tiers began to hold, and let go of, until an engine's step takes it to its scheduler."""
+"""Changes of what tiers hold, queued until an engine's step takes them to its scheduler."""
 
 from __future__ import annotations
 
@@ -7,19 +7,19 @@ from collections.abc import Sequence
 from itertools import islice
 
 Change = tuple[str, str, bool]
-"""A tier, a record's name, and whether the tier holds it from now on."""
+"""(tier, name of a record, True if the tier holds the record from now on)."""
 
 KEPT = 1 << 16
-"""Records whose changes may wait."""
+"""Maximum number of queued changes."""
 AT_ONCE = 4096
-"""Changes that one step takes along."""
+"""Maximum number of changes that one step takes."""
 
 
 class Changes:
-    """The last change of each record and tier, oldest first. Thread-safe; nothing waits.
+    """The last change of each record and tier, oldest first. Thread-safe; nothing blocks.
 
     Args:
-        kept: where more records wait, all changes are forgotten.
+        kept: maximum number of queued changes; with more, all are forgotten.
     """
 
     def __init__(self, kept: int = KEPT) -> None:
@@ -29,7 +29,7 @@ class Changes:
         self._lock = threading.Lock()
 
     def note(self, tier: str, names: Sequence[str], held: bool) -> None:
-        """Note that a tier holds records from now on, or does not."""
+        """Note that a tier holds records from now on (`held`), or no longer."""
         with self._lock:
             for name in names:
                 self._waiting[tier, name] = held
@@ -39,12 +39,12 @@ class Changes:
 
     @property
     def records(self) -> list[tuple[str, str]]:
-        """Tiers and records whose changes wait."""
+        """(tier, record) pairs with a queued change."""
         with self._lock:
             return list(self._waiting)
 
     def take(self) -> tuple[list[Change], bool]:
-        """The next changes, and whether some before them were forgotten."""
+        """Take the next changes; return them, and whether earlier changes were forgotten."""
         with self._lock:
             taken = list(islice(self._waiting, AT_ONCE))
             lost, self._lost = self._lost, False

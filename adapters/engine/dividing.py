@@ -1,4 +1,4 @@
-"""Divide layers into records of about one size."""
+"""Division of layers into records of about equal size."""
 
 from __future__ import annotations
 
@@ -9,6 +9,6 @@ T = TypeVar("T")
 
 
 def divide(layers: Sequence[T], layer_bytes: int, record_bytes: int) -> list[Sequence[T]]:
-    """Put layers of one form into records of about `record_bytes`: slots are as large as any record."""
+    """Divide layers of one form into records of about `record_bytes`: slots are as large as any record."""
     each = max(1, record_bytes // layer_bytes)
     return [layers[i : i + each] for i in range(0, len(layers), each)]

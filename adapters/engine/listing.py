@@ -1,4 +1,4 @@
-"""What tiers held before an engine was started: its chunks, read from the headers of their records."""
+"""Lists the chunks that tiers held before an engine started, by the headers of their records."""
 
 from __future__ import annotations
 
@@ -21,9 +21,10 @@ class ListedChunk:
     """A chunk of a sequence that tiers held.
 
     Args:
-        key, parent: its own, and that of the chunk before it, none of the first.
+        key: key of the chunk.
+        parent: key of the chunk before it; empty for the first chunk of a sequence.
         tokens: int32 [chunk_tokens].
-        names: of its records.
+        names: names of its records.
     """
 
     key: bytes
@@ -33,13 +34,14 @@ class ListedChunk:
 
 
 class Listing:
-    """Reads the chunks of one namespace, in a thread of its own.
+    """Lists the chunks of one namespace, in a thread of its own.
 
     Args:
-        held: tiers, and names of records that they hold.
+        held: (tier, name of a record that the tier holds) pairs.
 
     Attributes:
-        is_all: whether `held` is of this namespace alone, so that nothing else can be hit.
+        is_all: True if all of `held` belongs to this namespace, so that the listed chunks are all that can be
+            hit.
     """
 
     def __init__(self, cache: Cache, held: Iterable[tuple[str, str]], namespace: Namespace) -> None:
@@ -61,15 +63,15 @@ class Listing:
 
     @property
     def done(self) -> bool:
-        """Whether all was taken."""
+        """True if all chunks were listed and taken."""
         return self._ended and not self._chunks
 
     def take(self, most: int) -> list[ListedChunk]:
-        """The next chunks, each after the one that it follows; what follows none that is held is left out."""
+        """Take up to `most` chunks, each after its parent; chunks without a held parent are left out."""
         return [self._chunks.popleft() for _ in range(min(most, len(self._chunks)))]
 
     def close(self) -> None:
-        """Read no more."""
+        """Stop reading."""
         self._closed = True
         self._workers.close(0)  # a read may hang
 
@@ -92,7 +94,7 @@ class Listing:
         self._ended = True
 
     def _header(self, form: RecordFormat, tier: str, name: str) -> Header | None:
-        """Of a record, if that is still there, whole, and what its name says."""
+        """Return a record's header; None if the record is gone or damaged, or its name does not match."""
         buffer = bytearray(form.header_bytes)
         try:
             self._cache.tiers[tier].get_ranges(name, [(0, len(buffer))], [memoryview(buffer)])

@@ -1,4 +1,4 @@
-"""Loading what was found of a prompt: its whole chunks, and the blocks that were handed off after them."""
+"""Loads of a prompt's hit: its whole chunks, and the blocks that were handed off after them."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ from kvkit.workers import Transfer
 log = logging.getLogger(__name__)
 
 PagesOf = Callable[[int, int], Sequence[SequencePages]]
-"""Where tokens [start, stop) of a prompt lie; both are multiples of a block."""
+"""Returns the pages of tokens [start, stop) of a prompt; both are multiples of a block."""
 NOTHING = Loaded(0)
 
 
 @dataclass(frozen=True, slots=True)
 class PromptHit:
-    """What was found of a prompt: whole chunks, the blocks of an unfilled one after them, its documents."""
+    """The hit of a prompt: whole chunks, blocks of an unfilled chunk after them, and its documents' hits."""
 
     whole: Hit
     tail: Hit | None = None
@@ -32,7 +32,7 @@ class PromptHit:
 
     @property
     def segments(self) -> tuple[tuple[str, int], ...]:
-        """(tier, tokens) in their order. The last block counts in full."""
+        """(tier, number of tokens) pairs in the order of the tokens. The last block counts in full."""
         return tuple(
             (segment.tier, (segment.stop - segment.start) * hit.chunks.chunk_tokens)
             for hit in (self.whole, self.tail)
@@ -42,7 +42,7 @@ class PromptHit:
 
 
 class PromptLoad:
-    """The load of tokens [start, stop) of a prompt, where there is nothing to load, too. Begins at once.
+    """The load of tokens [start, stop) of a prompt; it may be empty. Begins at once.
 
         chunks    |       0       |       1       |   2
         blocks    |   |   |   |   |   |   |   |   |   |   |
@@ -52,13 +52,13 @@ class PromptLoad:
 
     Args:
         hit: None: nothing is loaded.
-        start: what comes before it stays as it is.
-        how: `sync`: all but the tail is loaded in this thread, before this returns.
-        wake: called when something of it is over, from any thread.
+        start: tokens before it stay as they are.
+        how: "sync": all but the tail is loaded in this thread, before the constructor returns.
+        wake: called when a part of the load is over, from any thread.
 
     Attributes:
-        base: token that its first chunk begins with.
-        began: on the monotonic clock.
+        base: first token of the first chunk.
+        began: start time on the monotonic clock.
     """
 
     def __init__(
@@ -97,17 +97,17 @@ class PromptLoad:
         if how == "layerwise":
             self._whole = cache.load_layers(part, places)
         else:
-            # in this thread, so in the order of the engine's stream, which may be zeroing the pages
+            # in this thread, hence in order after the engine's stream, which may be zeroing the pages
             self._whole = cache.load(part, places)
 
     @staticmethod
     def _begin(
         cache: Cache, hit: Hit, first: int, last: int, pages: PagesOf
     ) -> list[tuple[int, Transfer[Loaded]]]:
-        """Load chunks [first, last) of a hit in parts, with the tokens of each.
+        """Begin the load of chunks [first, last) of a hit; return its parts and the number of tokens of each.
 
-        What lies in memory is in two, as to verify and to unpack is all that is left to do; but in one where
-        there are states, which are those after its last token.
+        A hit in memory is loaded in two parts: only verifying and unpacking are left to do. A hit with
+        states is loaded in one, as only the states after its last token are loaded.
         """
         size = hit.chunks.chunk_tokens
         near = all(cache.tiers[segment.tier].near for segment in hit.plan.segments)
@@ -123,21 +123,21 @@ class PromptLoad:
 
     @property
     def layers(self) -> LayerLoad | None:
-        """The load of its whole chunks where that goes by layers."""
+        """The layerwise load of the whole chunks; None if they are not loaded layerwise."""
         return self._whole if isinstance(self._whole, LayerLoad) else None
 
     @property
     def done(self) -> bool:
-        """Whether `finish` returns at once."""
+        """True if `finish` returns at once."""
         return self.layers is None and all(move.done() for move in self._moves)
 
     def cancel(self) -> None:
-        """Have it end soon. The pages are in use until it is done."""
+        """Ask the load to end soon. The pages are in use until it is done."""
         for move in self._moves:
             move.cancel()
 
     def finish(self) -> tuple[int, Loaded]:
-        """One past the last token that is there, and what was loaded. Waits for it."""
+        """Wait for the load; return one past the last loaded token, and what was loaded."""
         whole = self._whole
         if isinstance(whole, LayerLoad):
             for _ in whole:
@@ -161,7 +161,7 @@ class PromptLoad:
 
 
 def _leading(parts: Sequence[tuple[int, Loaded]]) -> Loaded:
-    """What was loaded up to the first gap, of parts that should have so many tokens each."""
+    """Sum up the loads of parts up to the first gap, from (expected tokens, load) pairs."""
     tokens, by_tier, approximate, first = 0, Counter[str](), 0, None
     for wanted, loaded in parts:
         if first is None and loaded.approximate_from is not None:
@@ -178,7 +178,7 @@ T = TypeVar("T")
 
 
 def result_of(transfer: Future[T]) -> T | None:
-    """What a transfer that is done, or will be soon, came to; None if it failed."""
+    """Wait for a transfer and return its result; None if it failed or was cancelled."""
     try:
         return transfer.result()
     except CancelledError:

@@ -1,4 +1,4 @@
-"""What an engine's scheduler asks its workers about a prompt, and what they answer: plain data."""
+"""Lookup requests of an engine's scheduler to its workers, and the workers' answers: plain data."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ TokenIds = npt.NDArray[np.int32]
 
 @dataclass(frozen=True, slots=True)
 class Lora:
-    """A LoRA adapter as the engine is told of it.
+    """A LoRA adapter, as requests to the engine describe it.
 
     Args:
-        number: the engine's id of what it has in memory.
-        path: where its files are.
-        name: what requests call it. It is not part of the keys.
-        fused_experts: whether the weights of its experts are in one tensor a layer.
-        read_anew: whether the engine reads its files again for each request.
+        number: the engine's id of the adapter in memory.
+        path: folder of its files.
+        name: name of the adapter in requests; not part of the keys.
+        fused_experts: True if the weights of its experts are one tensor per layer.
+        read_anew: True if the engine reads the files again for each request.
     """
 
     number: int
@@ -33,13 +33,13 @@ class Lora:
 
 @dataclass(frozen=True, slots=True)
 class Sequence:
-    """Whose KV it is: all that goes into the keys and differs between requests.
+    """Everything that goes into the keys and differs between requests.
 
     Args:
-        tokens: int32 [T], the ids that stand for them in keys.
+        tokens: int32 [T], the ids that stand for the tokens in keys.
         lora: adapter of the request, None for none.
         salt: the request's cache salt, empty for none.
-        rest: what decides the KV of the unfilled chunk at the end besides these, empty for nothing.
+        rest: what else determines the KV of the unfilled chunk at the end, empty for nothing.
     """
 
     tokens: TokenIds
@@ -50,15 +50,16 @@ class Sequence:
 
 @dataclass(frozen=True, slots=True)
 class LookupRequest:
-    """How much of `sequence` can be loaded. `number` tells it from the request's earlier lookups.
+    """A request for the number of tokens of `sequence` that can be loaded.
 
     Args:
-        computed: tokens that the engine has.
-        transfer: what a prefill engine sends, to be waited for; empty for none.
-        computed_there: whether that engine said that it has computed what it sends.
-        documents: what is looked up besides, each a sequence of its own.
-        recomputed: the share of the documents' tokens that will be computed all the same.
-        policy: what the request wants; the sequence is no longer than it wants to load.
+        number: distinguishes the lookups of one request.
+        computed: leading tokens that the engine has computed already.
+        transfer: id of a prefill engine's transfer to wait for; empty for none.
+        computed_there: True if the prefill engine reported that it has computed what it sends.
+        documents: further sequences to look up.
+        recomputed: share of the documents' tokens that is recomputed after the load.
+        policy: request policy; `sequence` is no longer than the policy allows to load.
     """
 
     request_id: str
@@ -74,10 +75,11 @@ class LookupRequest:
 
 @dataclass(frozen=True, slots=True)
 class LookupAnswer:
-    """What one rank found: the first `tokens` tokens, in (tier, number of tokens) segments in their order.
+    """The answer of one rank: it found the first `tokens` tokens.
 
     Args:
-        documents: leading tokens found of each of the lookup's.
+        segments: (tier, number of tokens) pairs, in the order of the tokens.
+        documents: number of leading tokens found of each document of the lookup.
     """
 
     request_id: str

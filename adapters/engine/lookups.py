@@ -1,4 +1,4 @@
-"""What is asked about prompts, until it is answered: of tiers, and of what prefill engines send."""
+"""Lookups of prompts, in tiers and in transfers from prefill engines, until they are answered."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class _PromptLookups:
-    """A lookup whose prompt and documents are being looked up, until `until` (monotonic)."""
+    """A lookup in flight of a prompt and its documents; it times out at `until` (monotonic)."""
 
     lookup: LookupRequest
     prompt: Transfer[Hit]
@@ -43,8 +43,8 @@ class _PromptLookups:
 
 
 NEWS_S = 5.0
-"""How long a request waits for word of its transfer once the prefill engine has answered: that one asks for
-room before it computes."""
+"""Seconds that a request waits for its transfer to ask for room once the prefill engine has answered: that
+engine asks before it computes."""
 
 
 @dataclass(eq=False, slots=True)
@@ -52,18 +52,19 @@ class Lookups:
     """The lookups of one rank. For the thread that runs steps: nothing here waits.
 
     Args:
-        receiver: of what prefill engines send; None where nothing is taken.
-        namespace_of: a sequence's, None: it is not looked up; called again for the answer.
-        block_tokens: what an unfilled chunk comes in.
-        timeout_s: how long a lookup may take.
-        handoff_timeout_s: how long what is sent may take to come.
-        tokens_per_s: how fast the engine computes prompts; None: not known.
-        rows_per_s: how fast it computes tokens of documents again; None: not known.
+        receiver: receives the transfers of prefill engines; None: this engine receives none.
+        namespace_of: returns a sequence's namespace, or None if it must not be looked up; called again for
+            the answer.
+        block_tokens: tokens per record of a handed-off unfilled chunk.
+        timeout_s: timeout of a lookup.
+        handoff_timeout_s: timeout of a transfer from a prefill engine.
+        tokens_per_s: returns how many prompt tokens the engine computes per second; None: unknown.
+        rows_per_s: returns how many tokens of documents it recomputes per second; None: unknown.
         wake: called when a lookup is over, from any thread.
 
     Attributes:
-        awaited: by request, what waits for a prefill engine, and since when (monotonic).
-        asked: by request, what is being looked up.
+        awaited: by request id, lookups that wait for a transfer, and since when (monotonic).
+        asked: by request id, lookups in flight.
     """
 
     cache: Cache
@@ -83,7 +84,7 @@ class Lookups:
     _found: dict[str, tuple[int, PromptHit]] = field(default_factory=dict, init=False)
 
     def ask(self, lookup: LookupRequest) -> None:
-        """Look a prompt up, as soon as what is sent of it has come, or will not."""
+        """Look a prompt up, once its transfer (if any) has arrived or failed."""
         if lookup.transfer and self.receiver is not None:
             self._received[lookup.request_id] = lookup.transfer
             self.awaited[lookup.request_id] = lookup, time.monotonic()
@@ -91,9 +92,10 @@ class Lookups:
             self._look_up(lookup)
 
     def lookup_inline(self, lookup: LookupRequest) -> LookupAnswer | None:
-        """The answer, where what is sent for a lookup has come, and all tiers to be asked are in memory.
+        """Answer at once if the lookup's transfer has arrived and all tiers to look in are in memory.
 
-        None: it is to be asked; nothing is noted then.
+        Returns:
+            None if not: call `ask` then; nothing was changed.
         """
         cache, space = self.cache, self.namespace_of(lookup.sequence)
         status = None if self.receiver is None else self.receiver.status(lookup.transfer)
@@ -107,7 +109,7 @@ class Lookups:
         return self._answered.pop()
 
     def receive(self) -> bool:
-        """Look up the prompts whose transfers arrived, or will not; whether there were any."""
+        """Look up the prompts whose transfers arrived or failed; return whether there were any."""
         awaited = list(self.awaited.values())
         for lookup, since in awaited:
             assert self.receiver is not None
@@ -118,14 +120,14 @@ class Lookups:
                 patience_s = min(patience_s, NEWS_S)
             if over or time.monotonic() >= since + patience_s:
                 if status is None or status.phase is not Phase.COMMITTED:
-                    reason = "it did not come" if status is None else status.reason or str(status.phase)
+                    reason = "it did not arrive" if status is None else status.reason or str(status.phase)
                     log.warning("%s: nothing from the prefill engine: %s", lookup.request_id, reason)
                 del self.awaited[lookup.request_id]
                 self._look_up(lookup)
         return len(self.awaited) < len(awaited)
 
     def answers(self) -> list[LookupAnswer]:
-        """What was found since the last call. `claim` has it, too."""
+        """Return the answers since the last call. `claim` returns the hits to load."""
         now = time.monotonic()
         for request_id, asked in list(self.asked.items()):
             if asked.done:
@@ -133,7 +135,7 @@ class Lookups:
                 self._answer(asked.lookup, result_of(asked.prompt), documents)
             elif now >= asked.until:
                 asked.cancel()
-                log.info("%s: not looked up within %s s", request_id, self.timeout_s)
+                log.info("%s: no lookup result within %s s: nothing is loaded", request_id, self.timeout_s)
                 self._answer(asked.lookup, None)
             else:
                 continue
@@ -142,35 +144,35 @@ class Lookups:
         return answered
 
     def claim(self, request_id: str, number: int) -> PromptHit | None:
-        """What lookup `number` found, to be loaded; None if it was not the last one. Forgets it."""
+        """Take the hit of lookup `number`, to be loaded; None if it was not the last lookup."""
         last, hit = self._found.pop(request_id, (None, None))
         return hit if last == number else None
 
     def found(self, request_id: str) -> Chunks | None:
-        """The whole chunks that were found for a request, until they are claimed."""
+        """Return the whole chunks of a request's hit; None if there is no hit to claim."""
         _, hit = self._found.get(request_id, (None, None))
         return None if hit is None else hit.whole.chunks.part(0, hit.whole.plan.chunks)
 
     def cancel(self, request_id: str) -> None:
-        """Forget a request's lookups and answers, but not what it was sent."""
+        """Forget a request's lookups and hits, but not its transfer."""
         self._found.pop(request_id, None)
         self.awaited.pop(request_id, None)
         if request_id in self.asked:
             self.asked.pop(request_id).cancel()
 
     def release(self, request_id: str) -> None:
-        """Give back what was received for a request: it was loaded, or will not be."""
+        """Release what was received for a request: it was loaded, or will not be."""
         transfer = self._received.pop(request_id, None)
         if transfer is not None and self.receiver is not None:
             self.receiver.release(transfer)
 
     def clear(self) -> None:
-        """Forget all that was found."""
+        """Forget all hits."""
         self._found.clear()
 
     @property
     def done(self) -> bool:
-        """Whether there is something new for `answers`."""
+        """True if a lookup is over that `answers` has not returned."""
         return any(asked.done for asked in self.asked.values())
 
     def _look_up(self, lookup: LookupRequest) -> None:
@@ -179,24 +181,24 @@ class Lookups:
             self._answer(lookup, None)
             return
         how = self._how(lookup, space)
-        # a slow save shall not cost a hit
+        # a slow save of the same chunks must not cost a hit
         look = partial(self.cache.lookup_async, wait_s=self.timeout_s / 2, policy=how.pop("policy"))
         prompt = look(lookup.sequence.tokens, space, **how)
         saved = saved_tokens_per_s(how["prefill_tokens_per_s"], self.rows_per_s(), lookup.recomputed)
         sequences = lookup.documents
         if sequences and saved == 0.0:
-            log.info("%s: its documents are computed, as blending them is slower", lookup.request_id)
+            log.info("%s: its documents are computed: blending would be slower", lookup.request_id)
             sequences = ()
         documents = tuple(look(d.tokens, space, prefill_tokens_per_s=saved) for d in sequences)
         asked = _PromptLookups(lookup, prompt, documents, time.monotonic() + self.timeout_s)
         for found in (prompt, *documents):
             found.add_done_callback(self.wake)
-        if lookup.request_id in self.asked:  # nobody waits for the answer to an earlier lookup
+        if lookup.request_id in self.asked:  # no one waits for the answer to an earlier lookup
             self.asked[lookup.request_id].cancel()
         self.asked[lookup.request_id] = asked
 
     def _how(self, lookup: LookupRequest, space: Namespace) -> dict[str, Any]:
-        """How a prompt is looked up, as `Cache.lookup` takes it."""
+        """Return the keyword arguments of a prompt's lookup, for `Cache.lookup`."""
         policy = lookup.policy
         if lookup.transfer and policy.load_from is not None:
             policy = replace(policy, load_from=(HANDOFF, *policy.load_from))
@@ -204,7 +206,7 @@ class Lookups:
         return {"first": first, "prefill_tokens_per_s": self.tokens_per_s(), "policy": policy}
 
     def _answer(self, lookup: LookupRequest, whole: Hit | None, documents: Iterable[Hit | None] = ()) -> None:
-        """Note an answer, with the blocks of an unfilled chunk that came with the whole ones."""
+        """Note an answer, with the handed-off blocks of an unfilled chunk after the whole ones."""
         tail, prompt, found = None, lookup.sequence, (0,) * len(lookup.documents)
         segments: tuple[tuple[str, int], ...] = ()
         if whole is not None and self.namespace_of(prompt) is not None:

@@ -1,4 +1,4 @@
-"""What queued requests will hit is brought near: in their order, while they wait, as far as there is room."""
+"""Prefetches for queued requests: in their order, while they wait, as far as there is room."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from kvkit.workers import Transfer
 
 @dataclass(slots=True)
 class _Wanted:
-    """Chunks [first, last) of what a request will hit; `move` brings them near once there is room."""
+    """Chunks [first, last) that a request will hit; `move` is their prefetch, None until there is room."""
 
     request_id: str
     tokens: TokenIds
@@ -25,7 +25,7 @@ class _Wanted:
 
     @property
     def chunks(self) -> int:
-        """How many it takes room for: in the end, those that were found; none where it failed."""
+        """Number of chunks that take room: once the prefetch is done, those found; none if it failed."""
         if self.move is None or not self.move.done():
             return self.last - self.first
         return 0 if self.move.exception() is not None else self.move.result().plan.chunks
@@ -34,8 +34,8 @@ class _Wanted:
 class Prefetches:
     """The prefetches of one rank. For the thread that runs steps: nothing here waits.
 
-    What one request was brought near shall not displace what an earlier one was: together they take half of
-    the memory that it goes to. The part of a prompt that has no room stays where it is.
+    All prefetches together take at most half of the memory that they fill, so that no request's prefetch
+    displaces an earlier one's. Chunks of a prompt that find no room are not prefetched.
     """
 
     def __init__(self, cache: Cache) -> None:
@@ -43,21 +43,21 @@ class Prefetches:
         self._wanted: list[_Wanted] = []
 
     def add(self, request_id: str, tokens: TokenIds, space: Namespace, computed: int) -> None:
-        """Bring near what whole chunks of `tokens` (int32 [T]) will hit after the first `computed`, too."""
+        """Queue a prefetch of the whole chunks of `tokens` (int32 [T]) after the first `computed` tokens."""
         first, last = computed // space.chunk_tokens, len(tokens) // space.chunk_tokens
         if first < last:
             self._wanted.append(_Wanted(request_id, tokens, space, first, last))
 
     def end(self, request_id: str) -> None:
-        """Stop; what is near already stays."""
+        """Stop a request's prefetches; prefetched records stay in memory."""
         self._end(lambda wanted: wanted.request_id == request_id)
 
     def end_all(self) -> None:
-        """Stop all of them."""
+        """Stop the prefetches of all requests."""
         self._end(lambda _: True)
 
     def go_on(self) -> None:
-        """Start what has room, in the order of requests."""
+        """Start the prefetches that have room, in the order of requests."""
         room = self._cache.prefetch_chunks
         for wanted in self._wanted:
             if wanted.move is None:

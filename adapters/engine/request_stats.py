@@ -1,4 +1,4 @@
-"""What each request hit and had stored: a line in the log when it is over, and its last put."""
+"""Hits and stores of each request: one line in the log once the request and its last put are over."""
 
 from __future__ import annotations
 
@@ -13,11 +13,12 @@ log = logging.getLogger(__name__)
 
 @dataclass(slots=True)
 class _Tallied:
-    """What is known of one.
+    """Counts of one request.
 
     Attributes:
-        hit, stored: tokens by tier; hit: None before its first load is over.
-        under_way: loads and saves that are not over.
+        hit: tokens by tier; None before the first load is over.
+        stored: tokens by tier.
+        under_way: number of loads and saves in flight.
         prompt_tokens: None until the request is over.
     """
 
@@ -28,10 +29,10 @@ class _Tallied:
 
 
 class RequestStats:
-    """The requests of one engine, as its first rank sees them. Thread-safe: puts end in threads of tiers.
+    """Counts of the requests of one rank. Thread-safe: puts end in threads of tiers.
 
     Args:
-        tells: whether there are lines in the log; one rank's will do.
+        tells: True to write lines to the log; one rank of an engine does.
     """
 
     def __init__(self, tells: bool) -> None:
@@ -40,36 +41,36 @@ class RequestStats:
         self._lock = threading.Lock()
 
     def begin(self, request_id: str) -> None:
-        """Note that a load or a save of a request is under way, until `done`."""
+        """Note that a load or a save of a request is in flight, until `done`."""
         with self._lock:
             self._requests[request_id].under_way += 1
 
     def hit(self, request_id: str, tokens: Mapping[str, int]) -> None:
-        """Note what a request's first load brought, by tier; what is loaded after a preemption was there."""
+        """Note the tokens of a request's first load, by tier; loads after a preemption do not count."""
         with self._lock:
             found = self._requests[request_id]
             found.hit = tokens if found.hit is None else found.hit
 
     def stored(self, request_id: str, tier: str, tokens: int) -> None:
-        """Count what a tier has completely."""
+        """Count tokens that a tier has stored completely."""
         with self._lock:
-            if request_id in self._requests:  # or the line is out: its save failed, and had begun some puts
+            if request_id in self._requests:  # else its line is out: its save failed, after some puts
                 self._requests[request_id].stored[tier] += tokens
 
     def done(self, request_id: str) -> None:
-        """Note that a load or a save is over: nothing more is counted for it."""
+        """Note that a load or a save of a request is over."""
         with self._lock:
             self._requests[request_id].under_way -= 1
         self._tell(request_id)
 
     def over(self, request_id: str, prompt_tokens: int) -> None:
-        """Note that a request is over: nothing more is begun for it."""
+        """Note that a request is over: no load or save begins for it any more."""
         with self._lock:
             self._requests[request_id].prompt_tokens = prompt_tokens
         self._tell(request_id)
 
     def _tell(self, request_id: str) -> None:
-        """Write a request's line, and forget it, if everything is over."""
+        """Write a request's line and forget the request, once it and its transfers are over."""
         with self._lock:
             found = self._requests.get(request_id)
             if found is None or found.under_way or found.prompt_tokens is None:

@@ -1,4 +1,4 @@
-"""How fast an engine computes prompts, as its steps show it."""
+"""The speed at which an engine computes prompts, measured from its steps."""
 
 from __future__ import annotations
 
@@ -11,11 +11,12 @@ REMEMBERED = 8
 
 
 class Speed:
-    """Tokens that an engine computes in a second, of late. Thread-safe.
+    """Tokens that an engine computed per second in its last steps. Thread-safe.
 
     Args:
-        least: steps of fewer tokens say little: they wait for memory, not for arithmetic.
-        known_s: how long after the last step they count, so that what seemed slow is tried again.
+        least: minimum number of tokens of a step that counts: smaller steps are bound by memory, not by
+            arithmetic.
+        known_s: seconds until the speed is forgotten after the last step, so that slow work is tried again.
     """
 
     def __init__(self, least: int, known_s: float = math.inf) -> None:
@@ -24,29 +25,30 @@ class Speed:
         self._last = -math.inf
 
     def note(self, tokens: int, seconds: float) -> None:
-        """A step computed so many tokens, in so many seconds."""
+        """Note that a step computed `tokens` tokens in `seconds` seconds."""
         if tokens >= self._least and seconds > 0:
             self._speeds.append(tokens / seconds)
             self._last = time.monotonic()
 
     @property
     def tokens_per_s(self) -> float | None:
-        """The median of the last steps'; None before the first, and long after the last."""
+        """Median over the last steps; None before the first step, and `known_s` after the last."""
         speeds = list(self._speeds)
         return median(speeds) if speeds and time.monotonic() - self._last < self._known_s else None
 
 
 def saved_tokens_per_s(prefill: float | None, rows: float | None, recomputed: float) -> float | None:
-    """Tokens of documents that a second of computing is saved by, if `recomputed` of each is computed again.
+    """Return how many loaded tokens of documents save one second of computing.
 
-    Loading more slowly than that gains nothing.
+    Loading fewer tokens per second than that gains nothing.
 
     Args:
-        prefill: tokens of prompts that the engine computes in a second; None: not known.
-        rows: chosen tokens of documents that it computes again in a second; None: not known.
+        prefill: prompt tokens that the engine computes per second; None: unknown.
+        rows: chosen tokens of documents that the engine recomputes per second; None: unknown.
+        recomputed: share of the documents' tokens that is recomputed.
 
     Returns:
-        None: not known; 0: computing all of a document is faster, however fast it is loaded.
+        None: unknown; 0: computing a whole document is faster, however fast it is loaded.
     """
     if prefill is None:
         return None

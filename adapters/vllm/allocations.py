@@ -1,5 +1,7 @@
-"""Requests of vLLM that have blocks for a load and compute nothing yet: what they lack, so that none waits
-for another's blocks for good."""
+"""vLLM's requests with blocks for a load that compute nothing yet, and the blocks that they lack.
+
+The scheduler keeps these free, so that no two requests wait for each other's blocks forever.
+"""
 
 from __future__ import annotations
 
@@ -8,12 +10,14 @@ from typing import Any
 
 
 class PendingAllocations:
-    """Those requests. What they lack together is reckoned once a step, however many are asked about in it.
+    """Requests with blocks for a load that compute nothing yet.
+
+    The number of blocks that they lack is kept between calls of `fits`, until a step or a request changes it.
 
     Args:
-        block_tokens: tokens of a block, per KV cache group of vLLM.
-        states: which of these groups keep states, two blocks at a time.
-        free: how many of vLLM's blocks nobody holds.
+        block_tokens: tokens per block, for each KV cache group of vLLM.
+        states: indices of the groups that keep states, two blocks at a time.
+        free: returns the number of free blocks of vLLM.
     """
 
     def __init__(
@@ -26,27 +30,28 @@ class PendingAllocations:
         self._lacking: int | None = 0
 
     def add(self, request: Any) -> None:
-        """Note that a request has blocks for a load. Mutates."""
+        """Add a request that has blocks for a load. Mutates."""
         self._requests[request.request_id] = request
         if self._lacking is not None:
             self._lacking += self._blocks(request.num_tokens - request.num_computed_tokens)
 
     def leave(self, request_id: str) -> None:
-        """Note that a request has no blocks any more. Mutates."""
+        """Remove a request that has no blocks any more. Mutates."""
         if self._requests.pop(request_id, None) is not None:
             self._lacking = None
 
     def go(self, request_ids: Iterable[str]) -> None:
-        """Note that a step computes something for these. Mutates."""
+        """Remove requests that a step computes tokens for. Mutates."""
         for request_id in request_ids:
             self._requests.pop(request_id, None)
-        self._lacking = None  # others' loads may have ended since
+        self._lacking = None  # loads of other requests may have ended since
 
     def fits(self, request: Any) -> bool:
-        """Whether there are blocks for all of a request and for what those lack that stand still with some.
+        """Return whether blocks are free for a whole request and for all that the pending ones lack.
 
-        vLLM 0.32 reckons too little for what follows a load in a sliding window's group, and one whose load
-        failed stands before the others: each would wait for blocks of the other, for good.
+        vLLM 0.32 reserves too few blocks for the tokens after a load in a sliding window's group, and it
+        queues a request with a failed load before the others. Without this check, two such requests could
+        wait for each other's blocks forever.
         """
         if not self._requests:
             return True

@@ -1,4 +1,4 @@
-"""Refuse engines that kvkit cannot serve, and name those of which it caches nothing: by vLLM's configs."""
+"""Checks of vLLM's configs: refuse engines that kvkit cannot serve, name those that it cannot cache."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from kvkit.settings import ConfigError
 
 
 def why_uncached(vllm_config: Any, kv_cache_config: Any) -> str:
-    """Return why no KV of this engine can be cached, where vLLM caches none itself; "" where some can.
+    """Return why no KV of this engine can be cached, if vLLM caches none itself; "" if some can.
 
-    What such a model computes of a prompt needs all of its tokens: vLLM does not start from a hit.
+    Such a model needs all tokens of a prompt: vLLM does not start from a hit.
     """
     model = vllm_config.model_config
     if not kv_cache_config.kv_cache_groups:
@@ -35,11 +35,11 @@ def check_arrangement(
     """Check that kvkit can serve an engine of these configs.
 
     Args:
-        tables: KV cache groups.
-        states_run: of each table of states, whether these run (`kvkit.adapters.vllm.states`).
+        tables: number of KV cache groups.
+        states_run: for each table of states, whether it keeps one state per request (`states.runs`).
 
     Raises:
-        ConfigError: kvkit cannot serve this arrangement, or its settings do not go with vLLM's.
+        ConfigError: kvkit cannot serve this arrangement, or its settings conflict with vLLM's.
     """
     load, handoff, role = settings.load, config.handoff, vllm_config.kv_transfer_config.kv_role
     parallel, media = vllm_config.parallel_config, vllm_config.model_config.multimodal_config
@@ -57,33 +57,33 @@ def check_arrangement(
     bits = next(filter(None, (config.precision, *(tier.precision for tier in config.tiers.values()))), None)
     for name, set_to in (("blend", settings.blend), ("precision", bits)):
         if states_run and set_to is not None:
-            raise ConfigError(f"{name}: this model has layers with states, which it does not know; want none")
+            raise ConfigError(f"{name}: this model has layers with states, which is unsupported; want none")
     if handoff is not None and handoff.sends and any(states_run):
         raise ConfigError(
-            "handoff: vLLM keeps the states at the end of a prompt's last chunk with its prefix cache alone; "
+            "handoff: vLLM keeps the states at the end of a prompt's last chunk only with its prefix cache; "
             "want enable_prefix_caching"
         )
     for name in ("decode_context_parallel_size", "prefill_context_parallel_size"):
         size = getattr(parallel, name, 1)
         if size > 1:
-            raise ConfigError(f"{name} = {size}: want 1; kvkit stores no tokens that are spread over ranks")
+            raise ConfigError(f"{name} = {size}: want 1; kvkit cannot store tokens spread over ranks")
     stages = parallel.pipeline_parallel_size if parallel.world_size > 1 else 1
     if stages > 1 and vllm_config.speculative_config is not None and not vllm_config.use_v2_model_runner:
         raise ConfigError(
-            f"pipeline_parallel_size = {stages}: with speculative decoding vLLM's model runner V1 has only "
-            "the last stage save what it computes; want 1"
+            f"pipeline_parallel_size = {stages}: with speculative decoding, vLLM's model runner V1 lets only "
+            "the last stage save its KV; want 1"
         )
     if media is not None and config.chunk_tokens < LEAST_TOKENS:
         raise ConfigError(
             f"chunk_tokens = {config.chunk_tokens}: want at least {LEAST_TOKENS} for a model that takes "
-            "images or other media: their digests have no room in fewer ids"
+            "images or other media: their digests do not fit into fewer ids"
         )
     if handoff is not None:
         given, fits = handoff.role, {"kv_producer": "prefill", "kv_consumer": "decode"}.get(role, "both")
         if {fits, given} == {"prefill", "decode"}:
             raise ConfigError(f"handoff.role = {given!r}: kv_role is {role!r}; want {fits!r} or 'both'")
         if handoff.receives and load != "async":
-            raise ConfigError(f"load = {load!r}: an engine that is handed KV loads it with 'async'")
+            raise ConfigError(f"load = {load!r}: want 'async' for an engine that receives handoffs")
     if (
         load == "async"
         and overlap
@@ -91,7 +91,7 @@ def check_arrangement(
         and (tiers := config.resolved_policy().retrieve_from)
     ):
         raise ConfigError(
-            f"kv_role = {role!r}: it loads from {', '.join(tiers)}, and vLLM keeps the blocks of "
-            "overlapping steps apart for 'kv_both' and 'kv_consumer' alone; want 'kv_both', or "
+            f"kv_role = {role!r}: this engine loads from {', '.join(tiers)}, and vLLM keeps the blocks of "
+            "overlapping steps apart only for 'kv_both' and 'kv_consumer'; want 'kv_both', or "
             "--no-async-scheduling"
         )

@@ -1,7 +1,7 @@
-"""Keep names, patches and attributes of vLLM that are not public, and say what is off without each.
+"""Names, patches and attributes of vLLM that are not public, and the features that need them.
 
 `NAMES` has a row for each import. `find` looks a name up when a feature asks for it, in every place where a
-version of vLLM had it, so that the connector loads where a feature cannot. A connector's base class, the
+version of vLLM has it, so that the connector loads even where a feature cannot. A connector's base class, the
 specs of its KV cache, events on the wire and requests' states are public, and imported where they are used.
 """
 
@@ -28,10 +28,10 @@ FEATURES = {
     "answers": "a request waits a step to learn what was handed off for it",
     "blend": "an engine with `blend` in its settings does not start",
     "drafts": "KV of an engine with a draft model is shared with no other engine",
-    "events": "vLLM's KV events say nothing of kvkit's tiers",
+    "events": "vLLM's KV events do not report kvkit's tiers",
     "lora": "requests with LoRA adapters are not cached",
     "media": "requests with images or other media are not cached",
-    "modelscope": "KV of a model that is named by the hub is shared with no other engine",
+    "modelscope": "KV of a model that is named by its hub id is shared with no other engine",
     "pages": "KV of an engine on a CPU is shared with no other engine",
     "pipeline": "an engine with `record_stages` in its settings does not start",
     "private blocks": "an engine with `blend` or a tier with `precision` does not start",
@@ -39,18 +39,18 @@ FEATURES = {
     "tuning": "`kvkit tune` does not compare kvkit's attention with vLLM's",
     "weights": "weights that change while an engine runs are not noticed, and have no version",
 }
-"""By feature, the consequence of a name that is missing."""
+"""Consequence of a missing name, by feature."""
 
 
 @dataclass(frozen=True, slots=True)
 class VllmName:
-    """A name of vLLM's that may move.
+    """A name of vLLM that may move.
 
     Attributes:
-        features: of `FEATURES`, those that need it.
-        use: what kvkit does with it.
-        place: "module:attribute" where 0.32 has it.
-        moved: likewise where later versions have it, the newest first.
+        features: features of `FEATURES` that need it.
+        use: purpose for which kvkit needs it.
+        place: its place in 0.32, "module:attribute".
+        moved: its places in later versions, the newest first.
     """
 
     features: tuple[str, ...]
@@ -60,7 +60,7 @@ class VllmName:
 
 
 class MissingName(ConfigError):
-    """This version of vLLM has not what a feature needs."""
+    """This version of vLLM lacks a name that a feature needs."""
 
 
 _HASHES = "vllm.v1.core.kv_cache_utils"
@@ -68,7 +68,7 @@ _CONNECTOR = "vllm.distributed.kv_transfer:"
 
 NAMES = {
     "Attention": VllmName(
-        ("blend",), "tell a layer with K and V by head", "vllm.model_executor.layers.attention:Attention"
+        ("blend",), "recognise layers with K and V by head", "vllm.model_executor.layers.attention:Attention"
     ),
     "CommonAttentionMetadata": VllmName(
         ("blend",), "describe rows to attention", "vllm.v1.attention.backend:CommonAttentionMetadata"
@@ -81,7 +81,7 @@ NAMES = {
     ),
     "get_tp_group": VllmName(("blend",), "add up scores over ranks", "vllm.distributed:get_tp_group"),
     "get_world_group": VllmName(
-        ("blend",), "have all ranks refuse together", "vllm.distributed:get_world_group"
+        ("blend",), "make all ranks refuse together", "vllm.distributed:get_world_group"
     ),
     "is_quantized_kv_cache": VllmName(
         ("blend", "pages"),
@@ -106,7 +106,7 @@ NAMES = {
     "hash_block_tokens": VllmName(
         ("events",), "hash blocks as the engine does", f"{_HASHES}:hash_block_tokens"
     ),
-    "to_event_extra_keys": VllmName(("events",), "tell extra keys", f"{_HASHES}:to_event_extra_keys"),
+    "to_event_extra_keys": VllmName(("events",), "write extra keys", f"{_HASHES}:to_event_extra_keys"),
     "WorkerLoRAManager": VllmName(
         ("lora",), "note which files an adapter was read from", "vllm.lora.worker_manager:WorkerLoRAManager"
     ),
@@ -114,7 +114,7 @@ NAMES = {
     "envs": VllmName(("modelscope",), "learn where a model comes from", "vllm:envs"),
     "_get_attn_isa": VllmName(
         ("pages",),
-        "tell the order of K in a CPU's pages",
+        "identify the order of K in a CPU's pages",
         "vllm.v1.attention.backends.cpu_attn:_get_attn_isa",
     ),
     "get_pp_group": VllmName(
@@ -142,12 +142,12 @@ NAMES = {
         ("blend", "answers", "runner"), "find the worker's connector", f"{_CONNECTOR}has_kv_transfer_group"
     ),
 }
-"""By name. `tests/test_vllm_compat.py` compares the places with the versions that it runs with."""
+"""Places, by name. `tests/test_vllm_compat.py` compares them with the version of vLLM that it runs with."""
 
 
 @cache
 def _found(name: str) -> tuple[Any, ...]:
-    """Return what is at the first place of a name that this vLLM has; empty where it has none."""
+    """Return the object at the first place of a name that this vLLM has; empty if it has none."""
     row = NAMES[name]
     for place in (*row.moved.values(), row.place):
         module, _, attribute = place.partition(":")
@@ -159,13 +159,13 @@ def _found(name: str) -> tuple[Any, ...]:
 
 
 def find(name: str, feature: str = "") -> Any:
-    """Return what `NAMES` calls so, from the first place that this vLLM has.
+    """Return an object of `NAMES`, from the first place that this vLLM has.
 
     Args:
-        feature: that asks for it, for the message; "": the first of its row.
+        feature: feature that asks for it, for the message; "": the first of its row.
 
     Raises:
-        MissingName: it has none of them; names feature and version.
+        MissingName: this vLLM has none of the places; names feature and version.
     """
     for found in _found(name):
         return found
@@ -174,7 +174,7 @@ def find(name: str, feature: str = "") -> Any:
 
 
 def missing(feature: str, what: str) -> MissingName:
-    """Return the error of a feature that this vLLM cannot have, for want of `what`."""
+    """Return the error of a feature that needs `what`, which this vLLM lacks."""
     try:
         version = import_module("vllm").__version__
     except ImportError:  # `kvkit tune` does without
@@ -197,7 +197,7 @@ def check(feature: str) -> None:
 
 
 def absent(feature: str) -> str:
-    """Return why a feature cannot be had with this vLLM; "" where it can."""
+    """Return why a feature is not available with this vLLM; "" if it is."""
     try:
         check(feature)
     except MissingName as error:
@@ -206,7 +206,7 @@ def absent(feature: str) -> str:
 
 
 def offered(feature: str) -> bool:
-    """Return whether a feature can be had with this vLLM. Warns where it cannot."""
+    """Return whether a feature is available with this vLLM. Logs a warning if not."""
     reason = absent(feature)
     if reason:
         log.warning("%s", reason)
@@ -214,13 +214,13 @@ def offered(feature: str) -> bool:
 
 
 def worker_shutdown_s() -> int:
-    """Return how long vLLM lets a worker's process end before its SIGTERM, in seconds."""
+    """Return the seconds that vLLM gives a worker's process to end before its SIGTERM."""
     envs = find("envs")
     return int(getattr(envs, "VLLM_WORKER_SHUTDOWN_TIMEOUT_SECONDS", 5))
 
 
 def connectors() -> list[Any]:
-    """Return the connectors of the worker in this process; none where it is in another."""
+    """Return the connectors of the worker in this process; none if the worker is in another process."""
     if absent("answers"):
         return []
     group = find("get_kv_transfer_group")() if find("has_kv_transfer_group")() else None
@@ -228,26 +228,26 @@ def connectors() -> list[Any]:
 
 
 _CHANGE_WEIGHTS = "reload_weights", "update_weights"
-"""Methods of vLLM's worker."""
+"""Methods of vLLM's worker that change weights."""
 _TELLS = "_kvkit_tells_of_runner"
 _WRAPPED = "_kvkit_wrapped"
 
 
 def tells_of_runner() -> bool:
-    """Return whether `tell_of_runner` was called here: not where plug-ins are off (VLLM_PLUGINS)."""
+    """Return whether `tell_of_runner` was called in this process: not if VLLM_PLUGINS excludes kvkit."""
     return hasattr(find("WorkerWrapperBase"), _TELLS)
 
 
 def tell_of_runner() -> None:
     """Call `open_runner(model runner)` of every connector that has it, once there are pages.
 
-    vLLM gives its connectors the pages, not what computes them. Every worker, whatever its platform and model
-    runner, gets its pages in `WorkerWrapperBase.initialize_from_config`, after vLLM has loaded its plug-ins
-    in that process: kvkit's wraps that method. A class of kvkit's own as `worker_cls` would have to exist for
-    each platform, and whoever starts vLLM would have to name it.
+    vLLM gives its connectors the pages, but not the model runner. Every worker, whatever its platform and
+    model runner, gets its pages in `WorkerWrapperBase.initialize_from_config`, after vLLM has loaded its
+    plug-ins in that process: kvkit's plug-in wraps that method. The alternative, a `worker_cls` of kvkit,
+    would need a class for each platform, named in the command that starts vLLM.
 
-    May be called again. Mutates vLLM's class, for as long as the process lives; does nothing where this vLLM
-    has no such method.
+    May be called again. Mutates vLLM's class, for as long as the process lives; does nothing if the
+    feature "runner" is not available.
     """
     if absent("runner") or tells_of_runner():
         return
@@ -265,12 +265,12 @@ def tell_of_runner() -> None:
 
 
 def watch_worker() -> None:
-    """Tell the worker's connectors of new weights and of sleep, by methods of theirs.
+    """Notify the worker's connectors of new weights and of sleep, by their methods.
 
-    `weights_changed()` follows every way of vLLM's to change weights that go through its worker, whether or
-    not it ended well, and sleep that loses them. vLLM 0.33 tells of sleep itself, by `unregister_kv_caches`
-    and `restore_kv_caches`; 0.32 does not. May be called again. Mutates vLLM's class for as long as the
-    process lives; warns where this vLLM cannot be watched.
+    `weights_changed()` follows every change of weights through vLLM's worker, whether or not it succeeded,
+    and every sleep that loses them. vLLM 0.33 reports sleep itself, by `unregister_kv_caches` and
+    `restore_kv_caches`; 0.32 does not. May be called again. Mutates vLLM's class for as long as the process
+    lives; logs a warning if this vLLM cannot be watched.
     """
     if not offered("weights"):
         return
@@ -292,11 +292,11 @@ def watch_worker() -> None:
 
 
 def watch_engine_core() -> None:
-    """Tell the scheduler's connectors of new weights and their version, and of resets of vLLM's cache alone.
+    """Notify the scheduler's connectors of new weights, their version, and resets of vLLM's own cache.
 
-    By methods of theirs: `weights_changed()`, `set_weight_version(version)` and `own_cache_reset()`, in the
-    order of the calls: a worker's report comes with the next step, after a version perhaps. As `watch_worker`
-    otherwise.
+    Calls their methods `weights_changed()`, `set_weight_version(version)` and `own_cache_reset()` in the
+    order of the events; a worker's report comes with the next step, possibly after a new version. Otherwise
+    as `watch_worker`.
     """
     if not offered("weights"):
         return
@@ -340,7 +340,7 @@ def _of_scheduler(engine: Any) -> list[Any]:
 
 
 def _tell(told: Iterable[Any], method: str, *arguments: Any) -> None:
-    """Call a method of those connectors that have it."""
+    """Call a method of each connector that has it."""
     for connector in told:
         if hasattr(connector, method):
             getattr(connector, method)(*arguments)
@@ -352,7 +352,7 @@ def _wrap(
     before: Callable[..., object] = lambda *_, **__: None,
     after: Callable[..., object] = lambda *_, **__: None,
 ) -> None:
-    """Wrap a method of a class, once: two functions get its arguments, before and after it."""
+    """Wrap a method of a class, once, so that `before` and `after` get its arguments. Mutates the class."""
     own = getattr(owner, name, None)
     if own is None or hasattr(own, _WRAPPED):
         return
@@ -372,12 +372,12 @@ def _wrap(
 def watch_adapters(
     load: Callable[[Any, Any, Callable[[Any, Any], Any]], Any],
 ) -> Callable[[], None]:
-    """Load LoRA adapters of this process by `load(manager, request, vLLM's own)`.
+    """Load LoRA adapters of this process by `load(manager, request, vLLM's own method)`.
 
-    Nothing else tells of them. Mutates vLLM's class until what is returned is called.
+    vLLM reports their loads nowhere else. Mutates vLLM's class until the returned function is called.
 
     Raises:
-        MissingName: this vLLM loads them otherwise.
+        MissingName: this vLLM loads them in another way.
     """
     managers = find("WorkerLoRAManager")
     own = getattr(managers, "_load_adapter", None)
@@ -397,9 +397,9 @@ def watch_adapters(
 
 @contextmanager
 def active_adapter(runner: Any, lora: Any, tokens: int) -> Iterator[None]:
-    """Apply an adapter (None: none) to `tokens` rows of a model runner, and then the step's own again.
+    """Apply an adapter (None: none) to `tokens` rows of a model runner, and then restore the step's own.
 
-    Model runner V2 keeps no adapters by their numbers in its batch: it sets those of a step anew.
+    Nothing is restored for model runner V2: it keeps no adapters in its batch, and sets them in each step.
     """
     manager = getattr(runner, "lora_manager", None)
     if manager is None:
@@ -421,10 +421,10 @@ _RUNNER = ("attn_groups", "device", "get_model", "kv_cache_config", "supports_mm
 
 
 def check_runner(runner: Any) -> None:
-    """Check that a model runner has what blending takes: both of vLLM 0.32 and 0.33 do.
+    """Check that a model runner has what blending needs: both runners of vLLM 0.32 and 0.33 do.
 
     Raises:
-        MissingName: it lacks something.
+        MissingName: the model runner, or this vLLM, lacks a name.
     """
     check("blend")
     for name in _RUNNER:
@@ -440,7 +440,7 @@ def attention_layers(vllm_config: Any) -> dict[str, Any]:
 
 @contextmanager
 def attention_instead(forwards: Iterable[tuple[Any, Callable[..., Any]]]) -> Iterator[None]:
-    """Have calls of layers' attention go to other functions. Mutates the layers' `impl` meanwhile."""
+    """Replace the attention of layers by other functions. Mutates the layers' `impl` meanwhile."""
     changed: list[Any] = []
     try:
         for module, forward in forwards:
@@ -453,7 +453,7 @@ def attention_instead(forwards: Iterable[tuple[Any, Callable[..., Any]]]) -> Ite
 
 
 def inverse_frequencies(module: Any, factors: Any) -> Any:
-    """Return those of vLLM's rotary embedding with factors for each frequency."""
+    """Return the inverse frequencies of vLLM's rotary embedding with factors for each frequency."""
     return module._compute_inv_freq(factors)
 
 
@@ -463,9 +463,9 @@ def cos_sin(module: Any) -> Any:
 
 
 def cpu_page_order(vllm_config: Any) -> str:
-    """Return what names the order of K within vLLM's pages on a CPU: equal only where the order is.
+    """Return a name for the order of K within vLLM's pages on a CPU: equal only if the order is.
 
-    Where this vLLM does not tell, it is this engine's alone.
+    If this vLLM does not report the order, the name is unique to this engine.
     """
     if not offered("pages"):
         return f"unknown-{uuid.uuid4().hex}"
@@ -475,7 +475,7 @@ def cpu_page_order(vllm_config: Any) -> str:
 
 
 def keeps_fewer_bits(vllm_config: Any) -> bool:
-    """Return whether vLLM keeps K and V quantised; false where it does not tell, as for a plain dtype."""
+    """Return whether vLLM keeps K and V quantised; false if it does not report that, as for a plain dtype."""
     if absent("pages"):
         return False
     return bool(find("is_quantized_kv_cache")(vllm_config.cache_config.cache_dtype))
@@ -485,7 +485,7 @@ def keeps_draft_kv(draft: Any) -> bool:
     """Return whether a draft model (vLLM's `SpeculativeConfig`) has KV beside the model's.
 
     Raises:
-        MissingName: this vLLM does not tell.
+        MissingName: this vLLM does not report that.
     """
     if not hasattr(draft, "uses_draft_kv_cache"):
         raise missing("drafts", "SpeculativeConfig.uses_draft_kv_cache")
@@ -493,12 +493,12 @@ def keeps_draft_kv(draft: Any) -> bool:
 
 
 def draft_reads_ahead(draft: Any) -> bool:
-    """Return whether a draft's KV of a token rests on later tokens: so where this vLLM does not tell."""
+    """Return whether a draft's KV of a token depends on later tokens; true if vLLM does not report that."""
     return draft is not None and bool(getattr(draft, "use_eagle_block_drop", lambda: True)())
 
 
 def check_private_blocks(manager: Any) -> None:
-    """Check that blocks of a request can be named anew: see `kvkit.adapters.vllm.blending.private`.
+    """Check that blocks of a request can be renamed: see `kvkit.adapters.vllm.blending.private`.
 
     Args:
         manager: vLLM's `KVCacheManager`.
@@ -516,17 +516,17 @@ def check_private_blocks(manager: Any) -> None:
 
 
 def block_hasher(request: Any) -> Any:
-    """Return what names a request's next blocks."""
+    """Return the function that names a request's next blocks."""
     return request._block_hasher
 
 
 def name_blocks(request: Any, hasher: Any) -> None:
-    """Have `hasher` name a request's next blocks. Mutates it."""
+    """Make `hasher` name a request's next blocks. Mutates the request."""
     request._block_hasher = hasher
 
 
 def before_events(manager: Any, call: Callable[[], object]) -> None:
-    """Have `call` called before vLLM takes the events of its blocks. Mutates the block pool, for good."""
+    """Call `call` whenever vLLM is about to take its blocks' events. Mutates the block pool permanently."""
     pool = manager.block_pool
     take = pool.take_events
 
@@ -538,13 +538,13 @@ def before_events(manager: Any, call: Callable[[], object]) -> None:
 
 
 def event_queue(manager: Any) -> list[Any]:
-    """Return vLLM's own queue of events of its blocks."""
+    """Return vLLM's own queue of its blocks' events."""
     queue: list[Any] = manager.block_pool.kv_event_queue
     return queue
 
 
 def drop_block(manager: Any, name: Any) -> None:
-    """Have vLLM forget cached blocks of that hash, in all KV cache groups, so that they are reused first."""
+    """Evict vLLM's cached blocks of a hash, in all KV cache groups, so that they are reused first."""
     pool = manager.block_pool
     for group in range(manager.num_kv_cache_groups):
         key = find("make_block_hash_with_group_id")(name, group)
@@ -553,12 +553,12 @@ def drop_block(manager: Any, name: Any) -> None:
 
 
 def event_hash(name: bytes) -> Any:
-    """Return a block's hash as vLLM's events have it."""
+    """Return a block's hash in the form of vLLM's events."""
     return find("maybe_convert_block_hash")(name)
 
 
 def extra_keys(request: Any, blocks: range) -> Any:
-    """Return what else the hashes of a request's blocks hold, as events tell it; None where nothing.
+    """Return the extra keys of a request's block hashes, in the form of events; None if there are none.
 
     Args:
         blocks: the first token of each block.
@@ -569,12 +569,12 @@ def extra_keys(request: Any, blocks: range) -> Any:
 
 
 def free_blocks(manager: Any) -> int:
-    """Return how many of vLLM's blocks nobody holds."""
+    """Return the number of vLLM's free blocks."""
     return int(manager.block_pool.get_num_free_blocks())
 
 
 def keeps_cached_blocks(manager: Any) -> bool:
-    """Return whether vLLM's own prefix cache has any block; true where this vLLM does not tell."""
+    """Return whether vLLM's own prefix cache has any block; true if this vLLM does not report that."""
     held = getattr(manager.block_pool, "cached_block_hash_to_block", None)
     return bool(getattr(held, "_cache", True))
 
@@ -586,9 +586,9 @@ def computed_tokens(manager: Any, request: Any) -> int:
 
 
 def after_steps(runner: Any, call: Callable[[Any], object]) -> None:
-    """Have `call` called with the scheduler's output after each step of a model runner.
+    """Call `call` with the scheduler's output after each step of a model runner.
 
-    Mutates it, for good.
+    Mutates the model runner permanently.
     """
     execute = runner.execute_model
 

@@ -1,4 +1,4 @@
-"""kvkit as a KV connector of vLLM: hands each of vLLM's calls to the scheduler's or the workers' side.
+"""kvkit as a KV connector of vLLM: passes vLLM's calls to the scheduler's or the workers' side.
 
 vllm serve MODEL --kv-transfer-config '{"kv_connector": "KVKitConnector", "kv_role": "kv_both",
     "kv_load_failure_policy": "recompute", "kv_connector_extra_config": {"kvkit_config": "kvkit.toml"}}'
@@ -66,14 +66,14 @@ NAME = "KVKitConnector"
 
 
 def register() -> None:
-    """Make the connector known to vLLM by its name. May be called again; vLLM does so in each process."""
-    with suppress(ValueError):  # it is known already
+    """Register the connector with vLLM by its name. May be called again; vLLM calls it in each process."""
+    with suppress(ValueError):  # already registered
         KVConnectorFactory.register_connector(NAME, __name__, NAME)
     compat.tell_of_runner()
 
 
 def log_as_vllm() -> None:
-    """Have kvkit's log go where vLLM's goes, at the same level, unless somebody has configured logging."""
+    """Log to vLLM's handlers at vLLM's level, unless kvkit's or the root logger has handlers already."""
     ours, theirs = logging.getLogger("kvkit"), logging.getLogger("vllm")
     if not ours.handlers and not logging.getLogger().handlers:
         ours.handlers, ours.propagate = list(theirs.handlers), not theirs.handlers
@@ -81,13 +81,15 @@ def log_as_vllm() -> None:
 
 
 class KVKitConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]  # vLLM is not typed for mypy
-    """A best-effort cache: what it does not find, or cannot load, is computed.
+    """A best-effort cache: vLLM computes all KV that the cache does not find or cannot load.
 
-    vLLM makes one for its scheduler (`_scheduler`) and one for each worker (`_worker`, once there are pages).
+    vLLM creates one for its scheduler (`_scheduler`) and one for each worker (`_worker`, once there are
+    pages).
 
     Raises:
-        ConfigError: a setting is unknown, or impossible for this model.
-        BlendError: it is to blend a model that has not been found fit for that; so with `precision`.
+        ConfigError: a setting is unknown, or impossible for this model, or `precision` is set for a model
+            that has not been found fit for it.
+        BlendError: `blend` is set for a model that has not been found fit for it.
     """
 
     _scheduler: Scheduler
@@ -124,7 +126,7 @@ class KVKitConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]  # 
             compat.watch_worker()
             if self._settings.blend is not None and not compat.tells_of_runner():
                 raise ConfigError(
-                    f"{WHERE}.blend: want kvkit among vLLM's plug-ins, which VLLM_PLUGINS leaves out"
+                    f"{WHERE}.blend: want kvkit among vLLM's plug-ins, but VLLM_PLUGINS leaves it out"
                 )
             return
         blend = self._settings.blend
@@ -134,7 +136,7 @@ class KVKitConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]  # 
         self._config.check_model(partial(check_precision, vllm_config))
         shutdown.tell(self._config, vllm_config)
         if not stores:
-            log.info("records hold the heads of several ranks: each reads its part, and nothing is stored")
+            log.info("records hold the heads of several ranks: each rank loads its part, and stores nothing")
         if vllm_config.model_config.multimodal_config is not None:
             compat.offered("media")
         compat.watch_engine_core()
@@ -226,10 +228,10 @@ class KVKitConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]  # 
         )
 
     def _orders(self, kv_caches: dict[str, torch.Tensor]) -> dict[str, PageOrder]:
-        """Where K and V are in a CPU's pages, by layer. Mutates blocks that nobody reads.
+        """Return the order of K and V in a CPU's pages, by layer. Mutates blocks that no request uses.
 
         Raises:
-            ConfigError: in pages of some layer something else is, or K and V in fewer bits already.
+            ConfigError: pages of a layer hold something else, or K and V in fewer bits already.
         """
         modules = compat.attention_layers(self._vllm_config)
         known: dict[Any, PageOrder | None] = {}
@@ -245,26 +247,26 @@ class KVKitConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]  # 
         return {name: order for name in kv_caches if (order := known[name])}
 
     def open_runner(self, runner: Any) -> None:
-        """Be told of vLLM's model runner, once it has its pages (`compat.tell_of_runner`)."""
+        """Take vLLM's model runner, once it has its pages (`compat.tell_of_runner`)."""
         compat.watch_loads(runner.get_model(), self._worker.weights_changed)
         if self._settings.blend is not None:
             self._worker.open_blending(runner)
 
     def weights_changed(self) -> None:
-        """Stop using KV of the weights that were (`compat.watch_worker`, `compat.watch_engine_core`)."""
+        """Stop using KV of the old weights (`compat.watch_worker`, `compat.watch_engine_core`)."""
         if hasattr(self, "_worker"):
             self._worker.weights_changed()
         elif hasattr(self, "_scheduler"):
-            self._version_is_new = False  # it is of the weights before these
+            self._version_is_new = False  # the version is of older weights
             self._forget(uuid.uuid4().hex)
 
     def unregister_kv_caches(self) -> None:
-        """Let go of vLLM's pages, which lose their memory. May be called again."""
+        """Release vLLM's pages, which lose their memory. May be called again."""
         if hasattr(self, "_worker"):
             self._worker.release_pages()
 
     def restore_kv_caches(self) -> None:
-        """Use vLLM's pages again, whose content is lost. May be called again."""
+        """Use vLLM's pages again; their content is lost. May be called again."""
         if hasattr(self, "_worker"):
             self._worker.restore_pages()
 
@@ -289,7 +291,7 @@ class KVKitConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]  # 
     def save_kv_layer(
         self, layer_name: str, kv_layer: torch.Tensor, attn_metadata: Any, **kwargs: Any
     ) -> None:
-        """Have what is handed off packed; chunks are saved after the forward, over all layers at once."""
+        """Pack KV to hand off; chunks are saved after the forward pass, for all layers at once."""
         self._worker.computed(layer_name)
 
     def wait_for_save(self) -> None:
@@ -297,7 +299,7 @@ class KVKitConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]  # 
 
     def get_transfer_results(self, finished_req_ids: set[str]) -> KVConnectorTransferResults:
         received, failed, sent = self._worker.finish(finished_req_ids)
-        # with one group of layers, the blocks that failed say more: what came before them is kept
+        # with one KV cache group, failed blocks are more exact: blocks before them are kept
         one = len(self._kv_cache_config.kv_cache_groups) == 1
         return KVConnectorTransferResults(
             finished_sending=sent, finished_recving=received, failed_recving=set() if one else failed
@@ -343,7 +345,7 @@ class KVKitConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]  # 
         return self._scheduler.get_num_new_matched_tokens(request, num_computed_tokens)
 
     def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
-        self._media.of(request)  # also where nothing of it is asked for: vLLM sees its media from now on
+        self._media.of(request)  # also for requests without a lookup: vLLM sees their media from now on
         self._scheduler.update_state_after_alloc(request, blocks.get_block_ids(), num_external_tokens)
 
     def get_external_cache_hit_sources(
@@ -389,9 +391,9 @@ class KVKitConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]  # 
         return self._scheduler.finish(request, block_ids if whole else None), told if whole else None
 
     def reset_cache(self) -> bool:
-        """Have nothing found that was stored before.
+        """Begin an epoch, so that KV stored before is not found.
 
-        Where weights have got a version since KV was last computed, all that bears it is of these weights.
+        If the weights got a version since KV was last computed, its epoch stays: its KV is of these weights.
         """
         if self._version_is_new:
             self._forget(self._scheduler.epoch)
@@ -400,17 +402,17 @@ class KVKitConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]  # 
         return True
 
     def set_weight_version(self, version: str) -> None:
-        """Share KV with engines whose weights have this version alone (`compat.watch_engine_core`)."""
+        """Share KV only with engines that have this version of the weights (`compat.watch_engine_core`)."""
         digest = hashlib.blake2b(version.encode(), digest_size=16).hexdigest()
         self._forget(f"weights-{digest}", shared=True)
         self._version_is_new = True
 
     def own_cache_reset(self) -> None:
-        """Be told that vLLM's own prefix cache was reset, and kvkit's tiers were not."""
+        """Warn, once, that vLLM's own prefix cache was reset without kvkit's tiers."""
         if not self._warned:
             self._warned = True
             log.warning(
-                "vLLM's own prefix cache was reset, and KV in kvkit's tiers stays: if the weights have "
+                "vLLM's own prefix cache was reset, but KV in kvkit's tiers stays: if the weights have "
                 "changed, reset with reset_connector, or give them a version"
             )
 
@@ -421,7 +423,7 @@ class KVKitConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]  # 
             self._events.forget(epoch, complete=not shared)
 
     def has_pending_push_work(self) -> bool:
-        """Whether vLLM is to take a step although it has no request: the workers hear of a reset in steps."""
+        """Return whether vLLM must run a step even without requests: steps announce resets to the workers."""
         return self._scheduler.has_pending_reset
 
     @classmethod
@@ -433,22 +435,22 @@ class KVKitConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]  # 
         return PromMetrics(*arguments)
 
     def _handoff(self, request: Any) -> RemoteDecode | RemotePrefill | None:
-        """What a request's parameters ask for. What is wrong with them costs it the handoff, no more."""
+        """Return the handoff that a request asks for; None, with a warning, if its parameters are invalid."""
         try:
             return parameters.read_for(request.kv_transfer_params, self._config.handoff)
         except HandoffUnavailable as error:
             if self._refusals.first(str(error)):
-                log.warning("%s: nothing is handed off (told once): %s", request.request_id, error)
+                log.warning("%s: nothing is handed off (logged once): %s", request.request_id, error)
         except ConfigError as error:
             self._refusals.add()
             log.warning("%s: nothing is handed off: %s", request.request_id, error)
         return None
 
     def _reads_parts(self) -> bool:
-        """Whether records hold more heads than a rank has: it takes its part of those that others stored.
+        """Return whether records hold more heads than a rank has, so that ranks only load parts of them.
 
         Raises:
-            ConfigError: it is to hand off or to blend, too.
+            ConfigError: so, and the engine is to hand off or to blend.
         """
         ranks, stages = self._settings.record_ranks, self._settings.record_stages
         heads = pages.rank_heads(self._vllm_config, self._specs, ranks, stages)
@@ -459,12 +461,12 @@ class KVKitConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]  # 
             if given is not None:
                 raise ConfigError(
                     f"record_ranks = {ranks}: this engine's {heads.ranks} ranks have parts of such records, "
-                    f"which they read, but neither hand off nor blend; want {heads.ranks}, or no {name}"
+                    f"which can be loaded, but not handed off or blended; want {heads.ranks}, or no {name}"
                 )
         return True
 
     def _request_policy_of(self, request: Any) -> RequestPolicy:
-        """What a request wants of the cache. What is wrong costs it all of that, but for `store = false`."""
+        """Return a request's policy. An invalid one is ignored, with a warning, except `store = false`."""
         said = (request.kv_transfer_params or {}).get(FIELD)
         if said is None:
             return DEFAULT_REQUEST_POLICY
@@ -473,11 +475,11 @@ class KVKitConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]  # 
             return read(said, self._settings.requests, where, limits)
         except ConfigError as error:
             unstored = isinstance(said, dict) and said.get("store") is False
-            log.warning("%s has no wishes of the cache: %s", request.request_id, error)
+            log.warning("%s: kv_cache is ignored, except store = false: %s", request.request_id, error)
             return RequestPolicy(store_to=()) if unstored else DEFAULT_REQUEST_POLICY
 
     def _lookup_inline(self, lookup: LookupRequest) -> LookupAnswer | None:
-        """Ask the worker where it is the only one and in this process, so in the thread that schedules."""
+        """Ask the worker at once if it is the only one and in this process; otherwise return None."""
         engine = self._kv_transfer_config.engine_id
         for connector in compat.connectors() if self._vllm_config.parallel_config.world_size == 1 else ():
             if isinstance(connector, KVKitConnector) and connector._kv_transfer_config.engine_id == engine:
@@ -485,13 +487,13 @@ class KVKitConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]  # 
         return None
 
     def _encode(self, text: str) -> list[int]:
-        """A mark's token ids."""
+        """Return the token ids of a mark."""
         tokenizer = compat.find("cached_tokenizer_from_config")(self._vllm_config.model_config)
         ids: list[int] = tokenizer.encode(text, add_special_tokens=False)
         return ids
 
     def _has(self, request: Any) -> int:
-        """Tokens that vLLM's own prefix cache has of a request."""
+        """Return the number of leading tokens of a request in vLLM's own prefix cache."""
         return compat.computed_tokens(self._kv_cache_manager, request)
 
     def _on_chunks(self, request: Any, first: int, stop: int) -> None:
@@ -504,7 +506,7 @@ class KVKitConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]  # 
         return CacheHitSource.HOST if self._config.tiers[tier].in_memory else CacheHitSource.DISK
 
     def _sequence(self, request: Any, tokens: int) -> Sequence | None:
-        """The first `tokens` tokens of vLLM's request; None where what some stand for is not known."""
+        """Return the first `tokens` tokens of vLLM's request; None if their KV cannot be cached."""
         media = self._media.of(request)
         if self._uncached or request.prompt_embeds is not None or media is None:
             return None
@@ -516,7 +518,7 @@ class KVKitConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]  # 
         return Sequence(ids, lora, request.cache_salt or "", rest)
 
     def _namespace(self, layout: KVLayout, ranks_share: bool = False) -> Namespace:
-        """Of this rank's KV, without LoRA and salt."""
+        """Return the namespace of this rank's KV, without adapter and salt."""
         config, parallel = self._vllm_config.model_config, self._vllm_config.parallel_config
         name, revision = model_identity(self._vllm_config)
         return self._config.namespace(
@@ -533,5 +535,5 @@ class KVKitConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]  # 
 
 
 def _instruction_set(vllm_config: Any) -> str:
-    """What decides the order of K within vLLM's CPU pages."""
+    """Return what determines the order of K within vLLM's CPU pages."""
     return f"{compat.cpu_page_order(vllm_config)}/{torch.backends.cpu.get_cpu_capability()}"

@@ -1,4 +1,4 @@
-"""What files hold, as digests, remembered for as long as the file system says that a file is the same."""
+"""Digests of the contents of files, remembered while the file system reports that a file is unchanged."""
 
 from __future__ import annotations
 
@@ -24,26 +24,26 @@ from kvkit.environment import cache_folder
 log = logging.getLogger(__name__)
 
 PIECE_BYTES = 64 << 20
-"""What one thread reads at a time. A file's digest is that of its pieces' digests, so this stays as it is."""
+"""Bytes that one thread reads at a time. Part of the digest's definition (see `digests`): never changes."""
 READ_BYTES = 1 << 20
 MAX_THREADS = 8
 SETTLED_S = 2.0
-"""A file that changed later than this before it was read is not remembered: file systems count time in ticks,
-and the next change may bear the same time."""
+"""The digest of a file that changed less than this before it was read is not remembered: file systems count
+time in ticks, and the next change may have the same time."""
 PROGRESS_S = 10.0
 STALLED_S = 60.0
-"""How long to wait for another process that reads the same file after it last got further: it may have been
-stopped. Then the file is read here, too."""
+"""Timeout of the wait for another process that reads the same file, since its last progress: it may have been
+stopped. The file is then read here, too."""
 MAX_ENTRY_BYTES = 4096
 REMEMBERED_BYTES = 1 << 20
-"""Smaller files are read again."""
+"""Minimum size of files with remembered digests; smaller files are read again."""
 PRUNED = 64
-"""Entries that are looked at when one is written: those of files that are gone or have changed go."""
+"""Entries checked when one is written; those of deleted or changed files are deleted."""
 
 
 @dataclass(frozen=True, slots=True)
 class Stamp:
-    """What the file system says of a file. Whoever writes to it, or replaces it, changes this."""
+    """A file's state as reported by the file system. It changes when the file is written or replaced."""
 
     device: int
     inode: int
@@ -53,29 +53,29 @@ class Stamp:
 
     @staticmethod
     def of(file: Path | int) -> Stamp:
-        """Of a path or a descriptor; symbolic links are followed.
+        """Return the stamp of a path or descriptor; symbolic links are followed.
 
         Raises:
-            OSError: there is no such file, or it is not a regular one.
+            OSError: there is no such file, or it is not a regular file.
         """
         found = os.stat(file)
         if not stat.S_ISREG(found.st_mode):
-            raise OSError(f"{file} is no regular file")
+            raise OSError(f"{file} is not a regular file")
         return Stamp(found.st_dev, found.st_ino, found.st_size, found.st_mtime_ns, found.st_ctime_ns)
 
     @property
     def settled(self) -> bool:
-        """Whether any change from now on shows: in `ctime`, which nobody sets, while `mtime` may be anything.
+        """True if any later change will show in `ctime`, which programs cannot set, unlike `mtime`.
 
-        An image that is mounted may have no `ctime` of its own: all its files bear one time in whole seconds,
-        and so do those of the next image under the same numbers.
+        A mounted image may have no `ctime` of its own: all its files have the same time in whole seconds, and
+        files of the next image may have the same time and inode numbers.
         """
         of_an_image = self.ctime_ns == self.mtime_ns and not self.ctime_ns % 10**9
         return not of_an_image and time.time_ns() - self.ctime_ns > SETTLED_S * 1e9
 
 
 def default_folder() -> Path | None:
-    """Where digests are remembered: kvkit/digests below $XDG_CACHE_HOME or ~/.cache; None without a home."""
+    """Return the default folder, kvkit/digests in $XDG_CACHE_HOME or ~/.cache; None without a home."""
     try:
         return cache_folder() / "digests"
     except FileNotFoundError:
@@ -83,16 +83,16 @@ def default_folder() -> Path | None:
 
 
 def digests(files: Sequence[Path], folder: Path | None) -> list[str]:
-    """The digest of what each file holds, in 64 hex digits: BLAKE3 of the digests of its pieces.
+    """Return the digest of each file's contents, in 64 hex digits: BLAKE3 of the digests of its pieces.
 
-    Several threads read, and say in the log how far they are. Of a user's processes one reads a file, and the
-    others wait for it.
+    Several threads read, and log their progress. If several processes of a user need a file's digest, one
+    reads the file and the others wait.
 
     Args:
-        folder: where digests are remembered, in a small file for each; None: nowhere.
+        folder: folder of remembered digests, a small file for each; None: none are remembered.
 
     Raises:
-        OSError: a file cannot be read, is no regular one, or is written to meanwhile.
+        OSError: a file cannot be read, is not a regular file, or is written to meanwhile.
     """
     progress = _Progress(sum(Stamp.of(file).size for file in files))
     with ThreadPoolExecutor(min(MAX_THREADS, len(os.sched_getaffinity(0)))) as pool:
@@ -100,7 +100,7 @@ def digests(files: Sequence[Path], folder: Path | None) -> list[str]:
 
 
 class _Progress:
-    """Says in the log how much of `whole` bytes is read, now and then."""
+    """Logs from time to time how many of `whole` bytes are read."""
 
     def __init__(self, whole: int) -> None:
         self._whole = whole
@@ -128,7 +128,7 @@ def _digest(path: Path, folder: Path | None, pool: ThreadPoolExecutor, progress:
             for start, piece in zip(starts, pool.map(partial(_piece, descriptor), starts), strict=True):
                 whole.update(piece)
                 if entry is not None:
-                    os.utime(entry)  # who waits for the lock sees that this goes on
+                    os.utime(entry)  # shows progress to processes that wait for the lock
                 progress.add(min(PIECE_BYTES, stamp.size - start))
             if Stamp.of(descriptor) != stamp:
                 raise OSError(f"{path} was written to while it was read")
@@ -140,7 +140,7 @@ def _digest(path: Path, folder: Path | None, pool: ThreadPoolExecutor, progress:
 
 
 def _piece(descriptor: int, start: int) -> bytes:
-    """The digest of PIECE_BYTES of a file from `start` on, or of what there is."""
+    """Return the digest of PIECE_BYTES of a file from `start`, or of fewer at its end."""
     digest, stop = blake3(), start + PIECE_BYTES
     buffer = memoryview(bytearray(READ_BYTES))
     while start < stop and (count := os.preadv(descriptor, [buffer[: stop - start]], start)):
@@ -152,7 +152,7 @@ def _piece(descriptor: int, start: int) -> bytes:
 
 @contextmanager
 def _entry(path: Path, stamp: Stamp, folder: Path | None) -> Iterator[int | None]:
-    """The file that remembers a digest, locked; None where there cannot be one, or it is not this user's."""
+    """Yield the entry of a digest, locked; None if there can be none, or it is not private to this user."""
     descriptor = None
     try:
         if folder is not None and stamp.size >= REMEMBERED_BYTES:
@@ -164,7 +164,7 @@ def _entry(path: Path, stamp: Stamp, folder: Path | None) -> Iterator[int | None
         yield descriptor if mine else None
     finally:
         if descriptor is not None:
-            os.close(descriptor)  # and so unlocks it
+            os.close(descriptor)  # unlocks it, too
 
 
 def _is_private(descriptor: int) -> bool:
@@ -173,7 +173,7 @@ def _is_private(descriptor: int) -> bool:
 
 
 def _lock(descriptor: int, path: Path) -> bool:
-    """Whether this process has the entry for itself; waits for one that reads the file, while it gets on."""
+    """Lock an entry, waiting while its holder makes progress; return whether it is locked."""
     seen, until = 0, 0.0
     while True:
         try:
@@ -184,17 +184,17 @@ def _lock(descriptor: int, path: Path) -> bool:
         except OSError:  # a file system without locks
             return False
         if not seen:
-            log.info("fingerprint: another process reads %s, and is waited for", path)
+            log.info("fingerprint: waiting for another process that reads %s", path)
         if touched != seen:
             seen, until = touched, now + STALLED_S
         if now >= until:
-            log.warning("fingerprint: another process got no further with %s in %s s", path, STALLED_S)
+            log.warning("fingerprint: another process made no progress with %s in %s s", path, STALLED_S)
             return False
         time.sleep(0.05)
 
 
 def _told(entry: int) -> dict[str, Any]:
-    """What an entry remembers; nothing where it is empty, damaged or another version's."""
+    """Return the contents of an entry; {} if it is empty, damaged or of another version."""
     try:
         found = json.loads(os.pread(entry, MAX_ENTRY_BYTES, 0))
         return dict(found["told"]) if found["check"] == _check(found["told"]) else {}
@@ -204,13 +204,13 @@ def _told(entry: int) -> dict[str, Any]:
 
 def _remember(entry: int, path: Path, stamp: Stamp, digest: str) -> None:
     told = {"stamp": asdict(stamp), "digest": digest, "path": os.path.abspath(path)}
-    with suppress(OSError):  # a full disk: the check tells what was cut off
+    with suppress(OSError):  # a full disk: the check reveals a truncated entry
         os.ftruncate(entry, 0)
         os.pwrite(entry, json.dumps({"told": told, "check": _check(told)}).encode(), 0)
 
 
 def _prune(folder: Path) -> None:
-    """Delete what some entries, picked at random, remember in vain; none that a process has locked."""
+    """Check some entries, picked at random, and delete outdated ones; skips entries that are locked."""
     names = os.listdir(folder)
     for name in random.sample(names, min(PRUNED, len(names))):
         with suppress(OSError):
@@ -224,7 +224,7 @@ def _prune(folder: Path) -> None:
 
 
 def _is_current(told: dict[str, Any]) -> bool:
-    """Whether the file that an entry is of is as it was."""
+    """Return whether an entry's file is unchanged."""
     try:
         return bool(told["stamp"] == asdict(Stamp.of(Path(told["path"]))))
     except (OSError, LookupError):

@@ -1,12 +1,12 @@
-"""KV events: tells whoever listens to vLLM (a router) which chunks a tier has on every rank, and lets go of.
+"""KV events: announce to vLLM's subscribers (routers) which chunks a tier holds on every rank.
 
-Two things are known apart from each other: what the tiers of a rank hold, by the names of records, and which
-records a chunk of a request has. Records of ranks whose KV is equal share a name, not the tiers in memory;
-what one rank puts into a tier that is common to those of a host is there for all. A chunk is told as stored
-in a tier while all its records of all ranks are held there.
+Two things are tracked separately: which records the tiers of a rank hold, by name, and which records a chunk
+of a request has. Ranks with equal KV have records of the same names, but separate tiers in memory. A record
+that one rank puts into a tier common to a host is there for all ranks of the host. A chunk is announced as
+stored in a tier while all its records of all ranks are held there.
 
-All that is held is told again in rounds, as vLLM's publisher keeps its last batches alone: who has missed
-some, or comes late, knows all after a round that it has heard from its beginning.
+All chunks are announced again in rounds, as vLLM's publisher keeps only its last batches: a subscriber that
+missed some, or comes late, knows all chunks after it has received one whole round.
 """
 
 from __future__ import annotations
@@ -32,34 +32,36 @@ from kvkit.adapters.vllm.step import Listed, NamedChunks, WorkerReport
 from kvkit.tiers.settings import TierConfig
 
 OfRank = tuple[int, str]
-"""A rank, and a record of its."""
+"""(rank, name of one of its records)."""
 
 KEPT = 1 << 16
-"""Records of chunks, and records that are held, so many of each: the oldest give way, as if removed."""
+"""Maximum number of records of chunks, and of held records: the oldest are dropped as if evicted."""
 EXPECTED = 1 << 14
-"""Chunks that not all workers have named yet; the oldest give way."""
+"""Maximum number of chunks that some workers have not named yet; the oldest are dropped."""
 AGAIN = 32
-"""Chunks that a step tells again in a round, at least."""
+"""Minimum number of chunks that a step announces again in a round."""
 
 
-# vLLM is not typed for mypy: it takes the keywords of msgspec's classes for errors
+# vLLM is not typed for mypy, which takes the keywords of msgspec's classes for errors
 class TiersCleared(AllBlocksCleared, tag="AllBlocksCleared"):  # type: ignore[misc,call-arg]
-    """What was told of kvkit's tiers before this is void. For others it is vLLM's event: all of it is.
+    """Voids all earlier events of kvkit's tiers.
+
+    Subscribers that do not know kvkit read vLLM's event, which voids all events.
 
     Attributes:
-        complete: whether all that they hold is told, from this on.
+        complete: True if all chunks that the tiers hold are announced from here on.
     """
 
     complete: bool
 
 
 class TierSync(BlockRemoved, tag="BlockRemoved", kw_only=True):  # type: ignore[misc,call-arg]
-    """What is known of the tiers from this on. It removes no block.
+    """Marks the state of the announcements about tiers. Removes no block.
 
     Attributes:
-        again: whether a round begins: all that they hold is told from here on, once more.
-        complete: whether that was all, for those who have heard it from the round's beginning, or from
-            `TiersCleared`; false: tiers may hold what is not told, or no longer.
+        again: True if a round begins: all chunks that the tiers hold are announced again from here on.
+        complete: True if that was all, for subscribers that have received all events since the round's
+            beginning or `TiersCleared`; false: tiers may hold chunks that are not, or no longer, announced.
     """
 
     again: bool = False
@@ -68,13 +70,13 @@ class TierSync(BlockRemoved, tag="BlockRemoved", kw_only=True):  # type: ignore[
 
 @dataclass(eq=False)
 class AnnouncedChunk:
-    """A chunk of tokens behind a prefix.
+    """A chunk of tokens after a prefix.
 
     Attributes:
-        said: what `BlockStored` says of it besides where it is, and its tokens.
+        said: fields of its `BlockStored` other than its place and its tokens.
         tokens: its token ids, int32.
-        names: of its records, by rank.
-        tiers: that were told to hold it.
+        names: names of its records, by rank.
+        tiers: tiers that were announced to hold it.
     """
 
     said: dict[str, Any]
@@ -88,12 +90,13 @@ class Events:
     """Events of the chunks that workers save, or find for requests.
 
     Args:
-        tiers: of the configuration, by name.
-        hash_tokens: tokens that one of vLLM's block hashes stands for.
-        ranks: workers, each of which has its records of a chunk.
-        per_host: neighbouring ranks that are on one host for sure.
-        buffer_steps: batches of events that vLLM's publisher keeps.
-        hash_block: vLLM's hash of a block without extra keys, from that of the block before it.
+        tiers: tiers of the configuration, by name.
+        chunk_tokens: tokens per chunk.
+        hash_tokens: tokens per block hash of vLLM.
+        ranks: number of workers; each has its own records of a chunk.
+        per_host: number of neighbouring ranks that are certainly on one host.
+        buffer_steps: number of batches of events that vLLM's publisher keeps.
+        hash_block: vLLM's hash of a block without extra keys, from the hash of the block before it.
     """
 
     tiers: Mapping[str, TierConfig]
@@ -108,15 +111,15 @@ class Events:
         self._epoch, self._complete, self._lost = "", False, False
         self._steps, self._at_once = 0, AGAIN
         self._round: list[AnnouncedChunk] | None = None
-        self._listed: dict[tuple[int, bytes], tuple[AnnouncedChunk, bytes]] = {}  # and its last block's hash
+        self._listed: dict[tuple[int, bytes], tuple[AnnouncedChunk, bytes]] = {}  # with its last block's hash
         self._all_listed: set[int] = set()  # ranks
         self._known: WeakValueDictionary[bytes, AnnouncedChunk] = (
             WeakValueDictionary()
         )  # by its last block's hash
-        # a plain dict takes the longer to find its oldest, the more have gone before that
+        # a plain dict gets slower at finding its oldest entry, the more older ones were deleted
         self._expected: OrderedDict[tuple[str, int], AnnouncedChunk] = OrderedDict()
         self._chunks: OrderedDict[OfRank, AnnouncedChunk] = OrderedDict()
-        # by tier; where it is common, of a host's first rank
+        # by tier; records of a common tier belong to a host's first rank
         self._held: OrderedDict[tuple[str, OfRank], None] = OrderedDict()
         self._ready: list[KVCacheEvent] = []
 
@@ -134,7 +137,7 @@ class Events:
                 self._expected.popitem(last=False)
 
     def hear(self, report: WorkerReport) -> None:
-        """Note what workers name, and what their tiers hold."""
+        """Note which records workers name, and which their tiers hold."""
         if report.watches is not None:
             self.begin(report.watches)
         for named in report.named:
@@ -147,7 +150,7 @@ class Events:
             self._change(tier, (rank, name), held)
 
     def begin(self, complete: bool) -> None:
-        """Have all that was told forgotten. `complete`: as in `TiersCleared`."""
+        """Void all earlier announcements. `complete`: as in `TiersCleared`."""
         for chunk in self._chunks.values():
             chunk.names.clear()
             chunk.tiers.clear()
@@ -160,18 +163,18 @@ class Events:
         self._ready = [TiersCleared(complete=complete)]
 
     def forget(self, epoch: str, complete: bool = True) -> None:
-        """Note that nothing is found from now on that was saved before the workers hear of `epoch`.
+        """Begin an epoch: KV saved before the workers learn of it is not found any more.
 
         Args:
-            complete: whether nobody else stores KV of that epoch.
+            complete: True if no other engine stores KV of that epoch.
         """
         self._epoch = epoch
         self.begin(complete)
 
     def take(self) -> list[KVCacheEvent]:
-        """The events since the last call, of a step, and its part of a round."""
+        """Take the events since the last call, and this step's part of a round."""
         self._steps += 1
-        if self._steps >= max(1, self.buffer_steps // 3):  # so that a whole one is among those that are kept
+        if self._steps >= max(1, self.buffer_steps // 3):  # so that the publisher keeps a whole round
             told = {id(chunk): chunk for chunk in self._chunks.values() if chunk.tiers}
             self._steps, self._round = 0, [*told.values()]
             self._at_once = max(AGAIN, 6 * len(told) // self.buffer_steps + 1)
@@ -187,11 +190,11 @@ class Events:
         return ready
 
     def _list(self, listed: Listed) -> None:
-        """Name chunks that a rank's tiers held when it was started, of prompts without adapter and salt."""
+        """Name chunks that a rank's tiers held when it started, of prompts without adapter and salt."""
         for one in listed.chunks:
             _, before = self._listed.get((listed.rank, one.parent), (None, None))
             if before is None and one.parent:
-                continue  # all was lost since it was listed
+                continue  # announcements were voided after it was listed
             chunk, last = self._listed_chunk(before, one.tokens.tolist())
             self._listed[listed.rank, one.key] = chunk, last
             if chunk.names.get(listed.rank) != one.names:
@@ -201,10 +204,10 @@ class Events:
             self._all_listed.add(listed.rank)
         if len(self._all_listed) == self.ranks and not self._complete:
             self._listed.clear()
-            self._complete, self._steps = not self._lost, self.buffer_steps  # a round tells so
+            self._complete, self._steps = not self._lost, self.buffer_steps  # the next step begins a round
 
     def _listed_chunk(self, before: bytes | None, tokens: list[int]) -> tuple[AnnouncedChunk, bytes]:
-        """The chunk of these tokens behind a block of that hash (None: there is none), and its last hash."""
+        """Return the chunk of tokens after block hash `before` (None: none), and its last block's hash."""
         assert self.hash_block is not None
         hashes, last = [], before
         for begin in range(0, self.chunk_tokens, self.hash_tokens):
@@ -217,7 +220,7 @@ class Events:
         return chunk, hashes[-1]
 
     def _said(self, hashes: Sequence[bytes], before: bytes | None) -> dict[str, Any]:
-        """What is said of blocks with these hashes behind another."""
+        """Return the fields of `BlockStored` for blocks with these hashes after block `before`."""
         return {
             "block_hashes": [compat.event_hash(h) for h in hashes],
             "parent_block_hash": compat.event_hash(before) if before else None,
@@ -255,17 +258,17 @@ class Events:
             self._unname(next(iter(self._chunks.values())))
 
     def _rename(self, chunk: AnnouncedChunk, rank: int, names: tuple[str, ...]) -> None:
-        """Note what a rank's records of a chunk are called from now on."""
+        """Note the new names of a rank's records of a chunk."""
         self._unname(chunk, rank)
         for name in names:
-            if (rank, name) in self._chunks:  # of an adapter that has two names, say
+            if (rank, name) in self._chunks:  # such as of an adapter with two names
                 self._unname(self._chunks[rank, name], rank)
             self._chunks[rank, name] = chunk
         chunk.names[rank] = names
         self._update(chunk)
 
     def _unname(self, chunk: AnnouncedChunk, rank: int | None = None) -> None:
-        """Forget what the records of a chunk are, of a rank, or of all."""
+        """Forget the names of a chunk's records, for one rank or all."""
         for of_rank in list(chunk.names) if rank is None else [rank]:
             for name in chunk.names.pop(of_rank, ()):
                 self._chunks.pop((of_rank, name), None)
@@ -275,7 +278,7 @@ class Events:
         key = self._holder(tier, record)
         known = key in self._held
         self._held.pop(key, None)
-        if held:  # also where it is known: the oldest are those that nobody has asked for
+        if held:  # also if known already: the oldest must be those that no request has asked for
             self._held[key] = None
         changed = [] if known == held else [key]
         if len(self._held) > KEPT:
@@ -288,19 +291,19 @@ class Events:
                 self._update(chunk)
 
     def _holder(self, tier: str, record: OfRank) -> tuple[str, OfRank]:
-        """Whose a record is in a tier: a rank's, or, where it is common, its host's."""
+        """Return a record's key in `_held`: by its rank, or by its host's first rank in a common tier."""
         rank, name = record
         return tier, (rank - rank % self.per_host if self.tiers[tier].common else rank, name)
 
     def _forget_some(self) -> None:
-        """Tell, once, that not all is told."""
+        """Announce, once, that announcements are no longer complete."""
         self._lost = True
         if self._complete:
             self._complete = False
             self._ready.append(TierSync(block_hashes=[], medium=None, complete=False))
 
     def _update(self, chunk: AnnouncedChunk) -> None:
-        """Tell where a chunk is held now, if that is new."""
+        """Announce the tiers that began or ceased to hold a chunk."""
         whole = len(chunk.names) == self.ranks
         records = [(rank, name) for rank, names in chunk.names.items() for name in names]
         for tier in self.tiers:

@@ -1,4 +1,4 @@
-"""Whether an engine's model was found fit for blending, or for fewer bits: how verdicts are called."""
+"""Checks that an engine's model was found fit for blending or fewer bits, and verdict names."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ from kvkit.settings import ConfigError
 
 
 def folder_name(folder: Path, weights: str = "") -> str:
-    """What a verdict on the model in a folder is kept under: its weights and its config, wherever it lies.
+    """Return the name of verdicts on a folder's model: a digest of its weights and config.
 
     Args:
-        weights: what tells them apart, where that is known.
+        weights: identity of the weights; empty: their fingerprint is computed.
 
     Raises:
         OSError: a file cannot be read.
-        ValueError: config.json is no JSON.
+        ValueError: config.json is not JSON.
     """
     file = folder / "config.json"
     config = json.loads(file.read_text()) if file.exists() else {}
@@ -34,14 +34,14 @@ def folder_name(folder: Path, weights: str = "") -> str:
 
 
 def verdict_name(vllm_config: Any, option: str, unless: str) -> str:
-    """What verdicts on an engine's model are kept under.
+    """Return the name of verdicts on an engine's model.
 
-    They are on weights and config as their files have them. The engine's `dtype` and quantisation, its ranks
-    and the adapters of its requests are not part of them.
+    It depends on the weights and config in the model's files, not on the engine's `dtype`, quantisation and
+    ranks, nor on the adapters of its requests.
 
     Args:
-        option: of `kvkit doctor` that measures, for the message.
-        unless: the setting that has the model used without a verdict, for the message.
+        option: option of `kvkit doctor` that measures the model, for the message.
+        unless: setting that allows the model without a verdict, for the message.
 
     Raises:
         ConfigError: the engine changes the model's config.
@@ -51,7 +51,7 @@ def verdict_name(vllm_config: Any, option: str, unless: str) -> str:
         if value := getattr(model, setting):
             raise ConfigError(
                 f"{setting} = {value!r}: a model is measured with its own config.json; "
-                f"have it say this, and run `kvkit doctor {option} MODEL`, or set {unless}"
+                f"put this there, and run `kvkit doctor {option} MODEL`, or set {unless}"
             )
     _, name = weights_of(model, vllm_config.load_config)
     folder = Path(model.model)
@@ -62,7 +62,7 @@ def check_model(vllm_config: Any, selection: Selection, unless: str) -> None:
     """Refuse an engine whose model has not been found fit for blending.
 
     Raises:
-        BlendError: as `kvkit.blend.gate.check`; or the engine changes the model's config.
+        BlendError: as `kvkit.blend.gate.check`, or the engine changes the model's config.
     """
     try:
         name = verdict_name(vllm_config, "--blend", unless)
@@ -75,12 +75,12 @@ def check_precision(vllm_config: Any, precision: Precision, unless: str) -> None
     """Refuse an engine whose model's KV has not been found fit for records of this precision.
 
     Raises:
-        ConfigError: as `kvkit.moving.precision.check`; or the engine changes the model's config, or stores
-            other KV than what is measured.
+        ConfigError: as `kvkit.moving.precision.check`, or the engine changes the model's config, or stores KV
+            in another form than is measured.
     """
     if vllm_config.model_config.use_mla:
         raise ConfigError(
-            f"precision = {precision!r}: this engine stores latents (MLA), and K and V are what is measured; "
+            f"precision = {precision!r}: this engine stores latents (MLA), but only K and V are measured; "
             f"want none, or {unless}"
         )
     measured.check(verdict_name(vllm_config, f"--precision {precision}", unless), precision, unless)

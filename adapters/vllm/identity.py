@@ -1,4 +1,4 @@
-"""Whose KV it is, as far as vLLM tells: what a model and an adapter are made of, not what they are called."""
+"""Identity of the models and adapters that vLLM serves, by their contents rather than their names."""
 
 from __future__ import annotations
 
@@ -23,19 +23,19 @@ _LOADED_FROM_FOLDERS = {
     *("auto", "hf", "safetensors", "fastsafetensors", "instanttensor", "mistral", "pt", "npcache"),
     *("bitsandbytes", "gguf", "sharded_state", "runai_streamer", "runai_streamer_sharded", "dummy"),
 }
-"""vLLM's load formats that take weights from the model's folder, or from nowhere."""
+"""vLLM's load formats that read weights from the model's folder, or none at all."""
 _COMMIT = re.compile(r"[0-9a-f]{40}")
 _OTHER_FOLDERS = re.compile(r"\..*|__pycache__|original|runs|checkpoint-\d+")
-"""Below a model's folder: vLLM loads nothing from there."""
+"""Folders within a model's folder from which vLLM loads nothing."""
 _OTHER_FILES = re.compile(
     r"\..*|(generation_)?config\.json|tokenizer\.model|.*\.(md|txt|jinja|png|jpe?g|gif|svg|pdf|ipynb)"
     r"|(tokenizer|tokenizer_config|vocab|chat_template|special_tokens_map|added_tokens|trainer_state)\.json"
     r"|training_args\.bin|rng_state.*\.pth|(optimizer|scheduler|scaler)\.(pt|bin)|LICENSE|NOTICE"
 )
-"""In a model's folder: what decides no KV of given tokens, and the config: the namespace has what vLLM makes
-of it."""
+"""Files of a model's folder that do not determine the KV of given tokens, and the config: vLLM's version of
+it goes into the namespace instead."""
 CONFIGS = ("model_config", "cache_config", "load_config", "attention_config")
-"""vLLM's configs that say something of the KV of every model."""
+"""vLLM's configs that may determine the KV of any model."""
 _NOT_KV = {
     "model_config": {
         *("model", "model_weights", "runner", "convert", "tokenizer", "tokenizer_mode", "trust_remote_code"),
@@ -106,20 +106,20 @@ _NOT_KV = {
         *("default_mm_loras", "specialize_active_lora", "max_lora_cls_labels"),
     },
 }
-"""Fields of vLLM's configs that decide no KV of given tokens, or are told otherwise: by `model_identity`, the
-layout, or the digests of media."""
+"""Fields of vLLM's configs that do not determine the KV of given tokens, or are covered elsewhere: by
+`model_identity`, the layout, or the digests of media."""
 _OFF = {"cache_config": {"replayssm_buffer_len": 16, "swa_bounded_replay": True}}
-"""Values of other fields that change nothing by themselves."""
+"""Values of other fields that change no KV by themselves."""
 _ADAPTER_FILES = re.compile(r"adapter_config\.json|adapter_model\.(safetensors|bin|pt)")
 
 
 def model_identity(vllm_config: Any) -> tuple[str, str]:
-    """(name, revision) of an engine's model for a namespace.
+    """Return (name, revision) of an engine's model for a namespace.
 
-    The name is that of the hub, or the last part of the folder's, so that machines which have it elsewhere
-    share. The revision is what the weights hold (the commit, of a model that is named by the hub), with a
-    digest of the model's config as vLLM uses it and of what else decides KV. If nobody can tell what the
-    weights are, it is this engine's alone.
+    The name is the hub id, or the last part of the folder's path, so that machines with different paths can
+    share KV. The revision is the fingerprint of the weights (the commit, for a hub id), with a digest of the
+    model's config as vLLM uses it and of the other settings that determine KV. If the weights cannot be
+    identified, the revision is unique to this engine.
     """
     model, load = vllm_config.model_config, vllm_config.load_config
     name, weights = weights_of(model, load)
@@ -128,7 +128,7 @@ def model_identity(vllm_config: Any) -> tuple[str, str]:
         parts.append(model.seed)
     parts += [model.quantization, model.quantization_config, vllm_config.cache_config.cache_dtype]
     parts += [model.model_impl, model.model_class_overrides, model.code_revision]
-    if "longrope" in str(parts[0]):  # vLLM takes the factors that fit the longest prompt it allows
+    if "longrope" in str(parts[0]):  # vLLM chooses the factors by the longest prompt that it allows
         parts.append(model.max_model_len)
     if model.multimodal_config is not None:
         media = model.multimodal_config
@@ -142,7 +142,7 @@ def model_identity(vllm_config: Any) -> tuple[str, str]:
 
 
 def draft_identity(vllm_config: Any) -> str:
-    """Likewise of the draft whose layers' KV lies beside the model's; empty where there is none."""
+    """Return the identity of a draft model with KV beside the model's; empty if there is none."""
     draft = vllm_config.speculative_config
     try:
         if draft is None or not compat.keeps_draft_kv(draft):
@@ -158,7 +158,7 @@ def draft_identity(vllm_config: Any) -> str:
 
 
 def lora_settings(lora_config: Any) -> str:
-    """Return what vLLM's LoRA settings tell of an adapter's KV, besides the adapter."""
+    """Return the identity of vLLM's LoRA settings that determine KV, besides the adapter itself."""
     more = set_fields(lora_config, "lora_config")
     if lora_config.target_modules:
         more["target_modules"] = sorted(lora_config.target_modules)
@@ -167,10 +167,10 @@ def lora_settings(lora_config: Any) -> str:
 
 
 def set_fields(config: Any, kind: str) -> dict[str, Any]:
-    """Return the fields of one of vLLM's configs that are set and may decide KV, by name.
+    """Return the fields of one of vLLM's configs that are set and may determine KV, by name.
 
-    Whatever vLLM adds is among them once it is set, until `_NOT_KV` or `_OFF` says otherwise. Off are false
-    and empty values, "auto" and "none".
+    A field that vLLM adds is included if it is set, until `_NOT_KV` or `_OFF` excludes it. Values that are
+    false, empty, "auto" or "none" count as not set.
     """
     if config is None:
         return {}
@@ -185,7 +185,7 @@ def set_fields(config: Any, kind: str) -> dict[str, Any]:
 
 
 def _plain(value: Any) -> Any:
-    """Return what is the same in every process for equal values of a config's field."""
+    """Return a form of a config field's value that is the same in every process for equal values."""
     if isinstance(value, dict):
         return {str(name): _plain(one) for name, one in value.items()}
     if isinstance(value, list | tuple):
@@ -202,14 +202,14 @@ def _digest(parts: list[Any]) -> str:
 
 
 def folder_fingerprint(folder: Path) -> str:
-    """32 hex digits of the names and contents of all files below a model's folder that may decide KV.
+    """Return 32 hex digits of the names and contents of a model folder's files that may determine KV.
 
     Raises:
-        OSError: one cannot be read, or a folder not listed.
+        OSError: a file cannot be read, or a folder cannot be listed.
     """
 
     def refuse(error: OSError) -> None:
-        # where vLLM may not look either, such as lost+found, is nothing that it loads
+        # vLLM loads nothing from folders that it may not list either, such as lost+found
         if not isinstance(error, PermissionError) or Path(error.filename) == folder:
             raise error
 
@@ -217,7 +217,7 @@ def folder_fingerprint(folder: Path) -> str:
     seen: set[Path] = set()
     for place, folders, files in os.walk(folder, onerror=refuse, followlinks=True):
         real = Path(place).resolve()
-        # a link to where the walk has been would have no end; which of the two comes first must not vary
+        # links to visited folders would recur without end; sorted, as the order of visits must not vary
         below = [] if real in seen else [f for f in folders if not _OTHER_FOLDERS.fullmatch(f)]
         folders[:] = sorted(below)
         if real not in seen:
@@ -227,7 +227,7 @@ def folder_fingerprint(folder: Path) -> str:
 
 
 def adapter_files(folder: Path) -> list[Path]:
-    """The config and the weights of a LoRA adapter, as vLLM looks for them.
+    """Return the files of a LoRA adapter's config and weights, as vLLM looks for them.
 
     Raises:
         OSError: the folder cannot be read, or there are no such files.
@@ -241,10 +241,10 @@ def adapter_files(folder: Path) -> list[Path]:
 
 
 def adapter_fingerprint(folder: Path) -> str:
-    """32 hex digits of the names and contents of `adapter_files`.
+    """Return 32 hex digits of the names and contents of `adapter_files`.
 
     Raises:
-        OSError: as there, or one cannot be read.
+        OSError: as for `adapter_files`, or a file cannot be read.
     """
     return _fingerprint(folder, adapter_files(folder))
 
@@ -259,40 +259,38 @@ def _fingerprint(folder: Path, files: Sequence[Path]) -> str:
 
 
 def weights_of(model: Any, load: Any) -> tuple[str, str]:
-    """(name, what tells the weights apart) of vLLM's model and load configs."""
+    """Return (name, identity of the weights) for vLLM's model and load configs."""
     source = model.model_weights or model.model
     path = Path(source)
     name = path.resolve().name if path.exists() else source
     try:
         if load.load_format not in _LOADED_FROM_FOLDERS:
-            raise LookupError(f"load_format = {load.load_format!r} takes them from elsewhere")
+            raise LookupError(f"load_format = {load.load_format!r} does not load them from the folder")
         if path.is_dir():
             return name, folder_fingerprint(path)
-        if path.is_file():  # one of several parts brings the others
+        if path.is_file():  # one part of a split model stands for all parts
             parts = re.sub(r"-\d{5}-of-", "-*-of-", re.sub(r"([\[*?])", r"[\1]", path.name))
             return name, _fingerprint(path.parent, sorted(path.parent.glob(parts)))
         return name, _commit(model, load)
     except (OSError, LookupError) as error:
-        alone = "no other engine shares its KV, nor does this one after a restart"
+        alone = "neither other engines nor this one after a restart use its KV"
         log.warning("%s: its weights are not known, so %s: %s", source, alone, error)
         return name, f"unknown-{uuid.uuid4().hex}"
 
 
 def _commit(model: Any, load: Any) -> str:
-    """The commit of a model that is named by the hub.
+    """Return the commit of a model that is named by its hub id.
 
     Raises:
-        LookupError: it is not known.
+        LookupError: the commit is not known.
     """
     from huggingface_hub import snapshot_download
 
     if model.model_weights:
-        raise LookupError("they are in a store of objects")
+        raise LookupError("they are in an object store")
     if reason := compat.absent("modelscope"):
         raise LookupError(reason)
-    if compat.find(
-        "envs"
-    ).VLLM_USE_MODELSCOPE:  # Hugging Face's cache says nothing of a model of the same name there
+    if compat.find("envs").VLLM_USE_MODELSCOPE:  # Hugging Face's cache may have another model of that name
         raise LookupError("they come from ModelScope")
     told = None if model.hf_config_path else getattr(model.hf_config, "_commit_hash", None)
     for commit in (told, model.revision):

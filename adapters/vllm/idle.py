@@ -1,4 +1,4 @@
-"""The workers' side of an engine whose KV is not cached: nothing is looked up, loaded, saved or sent."""
+"""The workers' side of an engine without a cache: nothing is looked up, loaded, saved or sent."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from kvkit.adapters.vllm.step import StepMetadata, WorkerReport
 
 
 class IdleWorker:
-    """What the connector asks of a `kvkit.adapters.vllm.worker.Worker`, and does not get. Opens no tier."""
+    """A stand-in for `kvkit.adapters.vllm.worker.Worker` that does nothing and opens no tier."""
 
     def begin(self, step: StepMetadata) -> None:
         """Do nothing."""
@@ -27,14 +27,14 @@ class IdleWorker:
     wait_for_layer = computed
 
     def lookup_inline(self, lookup: LookupRequest) -> LookupAnswer | None:
-        """Answer nothing."""
+        """Return no answer."""
 
     def finish(self, request_ids: set[str]) -> tuple[set[str], set[str], set[str]]:
-        """Return that nothing has ended."""
+        """Return that no request has ended."""
         return set(), set(), set()
 
     def invalid_blocks(self) -> set[int]:
-        """Return none."""
+        """Return no blocks."""
         return set()
 
     def report(self) -> WorkerReport | None:

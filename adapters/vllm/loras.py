@@ -1,4 +1,4 @@
-"""Which LoRA adapter computes KV: known by what its files held when vLLM read them."""
+"""Identity of LoRA adapters, by the contents of their files when vLLM read them."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ log = logging.getLogger(__name__)
 class Loras:
     """The adapters of one worker. For the thread that runs steps.
 
-    vLLM reads an adapter when it is first wanted, keeps it in memory whatever becomes of its files, and reads
-    it again if it had to make room, or is told to. What it computed in between bears the adapter's name and
-    path in its own cache. So KV of one path has one identity as long as the engine runs: if vLLM has read
-    something else from there, or would, nothing with that adapter is looked up or stored any more.
+    vLLM reads an adapter at its first request and keeps it in memory even if its files change. It reads the
+    files again after it evicted the adapter, or when a request asks for it. Its own cache names KV by the
+    adapter's name and path only. So a path has one identity as long as the engine runs: if vLLM has read
+    other contents from there, or would, no KV with that adapter is looked up or stored any more.
 
     Args:
-        settings: of vLLM's that decide KV with an adapter, as `identity.lora_settings` tells them.
+        settings: vLLM's settings that determine KV with an adapter, as returned by `identity.lora_settings`.
     """
 
     def __init__(self, settings: str) -> None:
@@ -38,7 +38,7 @@ class Loras:
 
     @staticmethod
     def watched(settings: str) -> Loras | None:
-        """Return the adapters of this process, watched; None, with a warning, where vLLM cannot be seen."""
+        """Return a watching instance; None, with a warning, if this vLLM's reads cannot be watched."""
         loras = Loras(settings)
         try:
             loras.watch()
@@ -48,10 +48,10 @@ class Loras:
         return loras
 
     def watch(self) -> None:
-        """Note which adapters vLLM reads in this process from now on, until `close` is called.
+        """Note which adapters vLLM reads in this process, from now until `close` is called.
 
         Raises:
-            MissingName: this vLLM reads them in a way that cannot be seen.
+            MissingName: the reads of this vLLM cannot be watched.
         """
 
         def load_and_note(manager: Any, request: Any, load: Callable[[Any, Any], Any]) -> Any:
@@ -66,9 +66,9 @@ class Loras:
         self.close = compat.watch_adapters(load_and_note)
 
     def identity(self, lora: Lora) -> str | None:
-        """What stands for an adapter in a namespace; None: no KV of it is to be looked up or stored.
+        """Return an adapter's identity in namespaces; None: no KV with it is to be looked up or stored.
 
-        Reads the adapter's files where vLLM has not yet, or no longer, read them.
+        Reads the adapter's files if vLLM does not have it in memory, or will read it again.
         """
         kept = self._manager is not None and lora.number in self._manager.list_adapters()
         held = self._loaded.get(lora.number) if kept and not lora.read_anew else self._held(lora.path)
@@ -76,11 +76,11 @@ class Loras:
         return None if named is None else f"{named}/{self._settings}" + ("/3d" if lora.fused_experts else "")
 
     def _named_as(self, path: str, held: str | None) -> str | None:
-        """The one identity of a path, if that is what is `held`. Notes it, or that there is none."""
+        """Return the identity of a path if it is `held`, else None. Notes the first one, or a conflict."""
         named = self._named.setdefault(path, held)
         if named is not None and named != held:
             log.warning(
-                "LoRA adapter %s: it does not hold what it did, so nothing with it is reused as long as this "
+                "LoRA adapter %s: its contents have changed, so nothing with it is reused as long as this "
                 "engine runs; load changed weights from a new path",
                 path,
             )
@@ -88,9 +88,9 @@ class Loras:
         return named
 
     def _held(self, path: str) -> str | None:
-        """What the files of an adapter hold now; None where they cannot be read."""
+        """Return the fingerprint of an adapter's files as they are now; None if they cannot be read."""
         try:
-            folder = Path(os.path.expanduser(path))  # as vLLM does: a user that nobody knows is no error
+            folder = Path(os.path.expanduser(path))  # as vLLM does: an unknown user is no error
             stamps = {file: Stamp.of(file) for file in adapter_files(folder)}
             read = self._read.get(path)
             if read is not None and read[0] == stamps:
@@ -101,6 +101,6 @@ class Loras:
             if path not in self._named:
                 log.warning("LoRA adapter %s: nothing with it is reused: %s", path, error)
             return None
-        if settled:  # else a change from now on may not show
+        if settled:  # else a later change might not show
             self._read[path] = stamps, held
         return held

@@ -1,4 +1,4 @@
-"""The ids that stand for a request's tokens: where media are, what these hold counts, not their names."""
+"""Ids that stand for a request's tokens in keys; media count by their contents, not by their names."""
 
 from __future__ import annotations
 
@@ -19,29 +19,29 @@ from kvkit.format.keys import as_tokens
 log = logging.getLogger(__name__)
 
 LEAST_TOKENS = 16
-"""Tokens of a chunk whose ids can stand for media: in 496 bits."""
+"""Minimum number of tokens of a chunk with media: its ids have room for a digest of 496 bits."""
 KEPT = 65_536
-"""Identifiers of media that are remembered with what they stood for; the oldest give way."""
+"""Maximum number of media identifiers that are remembered with their digests; the oldest are dropped."""
 
 
 def identity(
     tokens: Sequence[int], media: Iterable[tuple[str, int, int]] = (), *, chunk_tokens: int
 ) -> tuple[TokenIds, str]:
-    """The ids that stand for `tokens` in keys: int32 [T], and what they cannot hold. Mutates nothing.
+    """Return the ids that stand for `tokens` in keys, and a digest for an unfilled chunk with media.
 
-    The placeholders of an image (or other media) are alike whatever it shows. So each chunk in which a medium
-    lies, the unfilled last one included, has negative ids, which no token has: 31 bits each of one digest
-    (SHAKE-128) of the chunk's tokens and of all media in it. However little of a medium lies in a chunk, all
-    of the chunk's ids tell it from another one.
+    The placeholder tokens of an image (or other medium) are the same whatever it shows. So each chunk with
+    part of a medium, including the unfilled last one, gets negative ids, which no token has: 31 bits each of
+    one digest (SHAKE-128) of the chunk's tokens and of all media in it. Even a small part of a medium changes
+    all ids of its chunk. Mutates nothing.
 
     Args:
         tokens: token ids [T].
         media: (digest, offset, length) of each medium; those after T do not count.
-        chunk_tokens: tokens of a chunk, at least `LEAST_TOKENS`.
+        chunk_tokens: tokens per chunk, at least `LEAST_TOKENS`.
 
     Returns:
-        The ids, and where a medium lies in the unfilled chunk after the last whole one the digest of that in
-        32 hex digits: it may have too few ids. Empty where none does.
+        ids int32 [T], and the digest of the unfilled last chunk in 32 hex digits if part of a medium is in
+        it (that chunk may have too few ids for a digest), else "".
     """
     ids = as_tokens(tokens)
     inside: dict[int, list[tuple[str, int, int]]] = {}
@@ -60,11 +60,11 @@ def identity(
 
 
 class Media:
-    """What the media of requests hold. For the scheduler's thread.
+    """Digests of the media of requests. For the scheduler's thread.
 
-    vLLM keeps images, what it made of them, and blocks under an identifier: a digest, or a `uuid` that a
-    client gave instead, and nothing tells which of the two it is. Where the same identifier comes with
-    something else, vLLM may have used the one for the other, so that nobody knows whose KV it is.
+    vLLM keeps images, their encodings and blocks under an identifier: a digest, or a `uuid` that a client
+    gave instead; the two look alike. If an identifier comes with different contents, vLLM may have used one
+    medium for the other, so the KV belongs to neither for sure.
     """
 
     def __init__(self) -> None:
@@ -72,36 +72,36 @@ class Media:
         self._known: WeakKeyDictionary[Any, list[tuple[str, int, int] | None]] = WeakKeyDictionary()
 
     def of(self, request: Any) -> list[tuple[str, int, int]] | None:
-        """(digest, offset, length) of each medium of vLLM's request; None where one is not known by content.
+        """Return (digest, offset, length) of each medium of vLLM's request; None if a digest is unknown.
 
-        Every request is to be asked about before vLLM computes for it. Remembers what it found.
+        Call it for every request before vLLM computes anything for it. Remembers the digests.
         """
         if not request.mm_features:
             return []
         known = self._known.setdefault(request, [])
-        for feature in request.mm_features[len(known) :]:  # a session may get more
+        for feature in request.mm_features[len(known) :]:  # a session may get more of them
             digest = self._note(feature)
             place = feature.mm_position
             known.append(None if digest is None else (digest, place.offset, place.length))
         return None if None in known else [entry for entry in known if entry is not None]
 
     def _note(self, feature: Any) -> str | None:
-        """The digest of a medium; None where it is not here, or another one had its identifier."""
+        """Return a medium's digest; None if its data is not here, or its identifier had another digest."""
         digest = _digest(feature)
         if digest is None:
-            log.info("%s: what it holds is not known here, so its request is not cached", feature.identifier)
+            log.info("%s: its contents are not known here, so its request is not cached", feature.identifier)
         named = self._digests.setdefault(feature.identifier, digest)
         self._digests.move_to_end(feature.identifier)
         if len(self._digests) > KEPT:
             self._digests.popitem(last=False)
         if named != digest and named is not None:
-            log.warning("%s: it stood for something else before: not cached any more", feature.identifier)
+            log.warning("%s: it stood for other contents before: not cached any more", feature.identifier)
             self._digests[feature.identifier] = None
         return digest if named == digest else None
 
 
 def _digest(feature: Any) -> str | None:
-    """Of a medium as the model gets it; None where an address tells workers alone where it is."""
+    """Return the digest of a medium's data as the model gets it; None if only workers can read the data."""
     if feature.data is None or "address" in feature.data or compat.absent("media"):
         return None
     data = feature.data.get_data()

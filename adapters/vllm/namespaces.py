@@ -1,4 +1,4 @@
-"""The namespaces of one rank's requests: of which weights, adapter and tenant their KV is."""
+"""Namespaces of one rank's requests, by weights, adapter and tenant."""
 
 from __future__ import annotations
 
@@ -12,33 +12,35 @@ from kvkit.moving.sequence import UnknownModel
 
 
 class Namespaces:
-    """Those of an engine whose weights may change. `named` is for any thread, the rest for that of steps.
+    """The namespaces of one rank; the model's weights may change.
+
+    `named` is for any thread, the rest for the thread that runs steps.
 
     Args:
-        base: of the weights that the engine began with, without adapter and salt.
-        served: what requests call the base model, where they may name adapters, too; None: it has any name.
-        loras: the adapters of this worker; None where there are none.
+        base: namespace of the weights that the engine began with, without adapter and salt.
+        served: names of the base model in requests, if these may name adapters, too; None: any name.
+        loras: adapters of this worker; None: it has none.
 
     Attributes:
-        current: of the weights that the model has.
-        stale: the weights have changed since `current` was begun: no KV is looked up, stored or sent.
-        asleep: vLLM's pages have no memory: likewise.
+        current: namespace of the present weights.
+        stale: True if the weights changed after `current` began: no KV is looked up, stored or sent.
+        asleep: True while vLLM's pages have no memory: no KV is looked up, stored or sent.
     """
 
     def __init__(self, base: Namespace, served: Collection[str] | None, loras: Loras | None) -> None:
         self._base = self.current = base
         self._served = served
         self._loras = loras
-        self._adapters: dict[str, str] = {}  # what they hold, by the name that requests have for them
+        self._adapters: dict[str, str] = {}  # identities, by the adapters' names in requests
         self.stale = self.asleep = False
 
     def begin(self, epoch: str) -> None:
-        """Tell KV from now on apart from that of before. Mutates."""
+        """Begin the namespace of an epoch, apart from those of other epochs. Mutates."""
         self.current = replace(self._base, revision=f"{self._base.revision}#{epoch}")
         self.stale = False
 
     def of(self, sequence: Sequence) -> Namespace | None:
-        """Return that of a sequence; None where none of it is to be looked up, stored or sent."""
+        """Return a sequence's namespace; None if no KV of it is to be looked up, stored or sent."""
         if self.stale or self.asleep:
             return None
         if sequence.lora is None:
@@ -51,14 +53,14 @@ class Namespaces:
         return replace(self.current, lora=known, salt=sequence.salt)
 
     def named(self, model: str | None, salt: str) -> Namespace:
-        """Return that of requests with that model's name (None: the base model) and cache salt.
+        """Return the namespace of requests with this model name (None: the base model) and cache salt.
 
-        An adapter is known once a request has named it: what it holds is read then.
+        An adapter is known once a request has named it: its files are read then.
 
         Raises:
-            UnknownModel: none has, and it is not the base model.
+            UnknownModel: `model` is neither the base model nor an adapter that a request has named.
         """
         lora = self._adapters.get(model or "", "")
         if not (lora or model is None or self._served is None or model in self._served):
-            raise UnknownModel(f"model = {model!r}: neither served nor an adapter that any request has had")
+            raise UnknownModel(f"model = {model!r}: neither served nor an adapter that any request has named")
         return replace(self.current, lora=lora, salt=salt)
