@@ -256,7 +256,7 @@ def test_each_rank_stores_and_loads_what_it_has_of_states(replicated: bool, tmp_
 @pytest.mark.parametrize(
     ("spec", "error"),
     [
-        (replace(STATE, num_speculative_blocks=2), "layer b: a request has 2 more states, of drafts"),
+        (replace(STATE, num_speculative_blocks=2), "layer b: a request has 2 more states, for drafts"),
         (replace(STATE, block_size=32), "chunk_tokens = 64: .* blocks of 32 tokens; want 32"),
         (replace(STATE, num_prefill_checkpoint_blocks=1), "layer b: its prefix cache counts in 16 tokens"),
     ],

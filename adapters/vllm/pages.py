@@ -1,4 +1,4 @@
-"""vLLM's KV cache as kvkit sees it: which layers lie in which pages, under which block table."""
+"""Map vLLM's KV cache to kvkit's layer groups: each group's layers, pages and block table."""
 
 from __future__ import annotations
 
@@ -34,13 +34,14 @@ _KNOWN = (FullAttentionSpec, MLAAttentionSpec, SlidingWindowSpec, ChunkedLocalAt
 
 @dataclass(frozen=True, slots=True)
 class RankHeads:
-    """Which of the model's KV heads a rank has, and how they are divided into records.
+    """A rank's share of the model's KV heads, and its division into records.
 
     Args:
-        model: KV heads of a layer over all ranks, where each head is on one; latents (MLA) are one head.
-        rank, ranks: of tensor parallelism. More ranks than heads have them repeatedly, neighbours alike.
-        record_ranks: a record holds what each of so many ranks would have.
-        per_host: neighbouring ranks that are on one host for sure.
+        model: distinct KV heads of a layer over all ranks; latents (MLA) count as one head.
+        rank, ranks: rank and size of tensor parallelism. With more ranks than heads, neighbouring ranks hold
+            copies of the same head.
+        record_ranks: number of ranks to divide the heads by; a record holds the share of one.
+        per_host: neighbouring ranks that are known to be on one host.
     """
 
     model: int
@@ -50,24 +51,33 @@ class RankHeads:
     per_host: int = 1
 
     def held(self, spec: KVCacheSpec) -> int:
-        """Heads of a layer that the rank has."""
+        """Return the number of a layer's heads that the rank has."""
         return len(self._heads(spec))
 
     def reads_parts(self, spec: KVCacheSpec) -> bool:
-        """Whether records hold more heads of a layer than the rank has: it reads them, and stores none."""
+        """Return whether records hold more heads of a layer than the rank has.
+
+        Such a rank reads parts of records and stores none.
+        """
         return self.held(spec) < self._all(spec) // min(self.record_ranks, self._all(spec))
 
     def copies(self, specs: Iterable[KVCacheSpec]) -> tuple[int, int]:
-        """Which this is of the ranks on its host with the same records of all `specs`, and how many."""
+        """Return this rank's index among the ranks of its host with the same records, and their number.
+
+        "Same records" means those of all `specs`.
+        """
         size = min(max(1, self.ranks // min(self.record_ranks, self._all(spec))) for spec in specs)
         size = math.gcd(size, self.per_host)
         return self.rank % size, size
 
     def parts(self, form: LayerGroup, spec: KVCacheSpec) -> list[LayerGroup]:
-        """What has records of its own of a layer whose form, with all heads of the rank, is given.
+        """Divide a layer's heads into parts; each part has its own records.
+
+        Args:
+            form: the layer, with all heads of the rank.
 
         Raises:
-            ConfigError: the rank's heads do not divide into such records, nor are they an equal part of one.
+            ConfigError: the rank's heads neither divide into such records nor are an equal part of one.
         """
         heads, held = self._all(spec), self.held(spec)
         records = min(self.record_ranks, heads)
@@ -86,7 +96,7 @@ class RankHeads:
         ]
 
     def within(self, part: LayerGroup, spec: KVCacheSpec) -> tuple[range, range]:
-        """The heads that the rank has of one of its `parts`: among the rank's, and among the record's."""
+        """Return the rank's heads in one of its `parts`: indices into the rank's and the record's heads."""
         mine, start = self._heads(spec), part.first_head
         both = range(max(mine.start, start), min(mine.stop, start + part.kv_heads))
         ours, theirs = (range(both.start - n, both.stop - n) for n in (mine.start, start))
@@ -101,25 +111,25 @@ class RankHeads:
 
 @dataclass(frozen=True, slots=True)
 class StageLayers:
-    """Which of the model's layers the stages of a pipeline have, and how they are divided into records.
+    """The layers of a pipeline's stages, and their division into records.
 
     Args:
-        stages: what each has, as `layer_specs` gives it.
-        record_stages: a record holds what each of so many stages would have.
+        stages: the layers of each stage, as `layer_specs` returns them.
+        record_stages: number of stages to divide the layers by; a record holds the share of one.
     """
 
     stages: Sequence[Sequence[Mapping[str, KVCacheSpec]]]
     record_stages: int
 
     def parts(self, table: int, names: Sequence[str]) -> tuple[list[str], list[range]]:
-        """The model's layers of one form, in their order, and those among them that each record here has.
+        """Return the model's layers of one form, in order, and the index range of each record of this stage.
 
         Args:
-            table: the KV cache group of vLLM.
-            names: of this stage's layers of that form.
+            table: number of vLLM's KV cache group.
+            names: names of this stage's layers of that form.
 
         Raises:
-            ConfigError: some stage's layers do not divide into such records.
+            ConfigError: the layers of some stage do not divide into such records.
         """
         of_stages = [stage[table] for stage in self.stages]
         spec = next(specs[names[0]] for specs in of_stages if names[0] in specs)
@@ -149,12 +159,12 @@ class GroupPages:
     """The pages of one kvkit layer group.
 
     Args:
-        table: which of vLLM's block tables is theirs.
-        block_tokens: tokens of a block of that table; of states those of a chunk.
-        ratio: the kernel's blocks in one of them.
-        pages: of the kernel's blocks; opaque: of vLLM's.
-        names: vLLM's names of the layers, in their order.
-        spec: of each of the layers.
+        table: number of the group's block table in vLLM.
+        block_tokens: tokens of a block of that table; for states, tokens of a chunk.
+        ratio: kernel blocks per block of that table.
+        pages: pages of the kernel's blocks; of vLLM's blocks if opaque.
+        names: vLLM's names of the layers, in order.
+        spec: spec shared by the layers.
     """
 
     table: int
@@ -165,20 +175,23 @@ class GroupPages:
     spec: KVCacheSpec
 
     def place(self, blocks: Sequence[int], tokens: int) -> SequencePages:
-        """Where `tokens` tokens lie that begin with the first of `blocks`; what goes beyond is not there."""
+        """Return the pages of `tokens` tokens from the first of `blocks` on.
+
+        Tokens beyond the last of `blocks` have block id -1 (missing).
+        """
         ids = np.full(-(-tokens // self.block_tokens), -1, np.int64)
         ids[: len(blocks)] = blocks[: len(ids)]
-        split = ids[:, None] * self.ratio + np.arange(self.ratio)  # what is < 0 stays so
+        split = ids[:, None] * self.ratio + np.arange(self.ratio)  # -1 stays negative
         return SequencePages(self.pages, blocks=split.reshape(-1))
 
     def has(self, blocks: Sequence[int], start: int, first: int, stop: int) -> bool:
-        """Whether all of tokens [first, stop) that tokens from `stop` on attend to lie in `blocks`.
+        """Return whether `blocks` hold every token of [first, stop) that tokens from `stop` on attend to.
 
         Args:
-            start: token that the first of `blocks` begins with.
+            start: first token of the first block.
         """
         if isinstance(self.spec, MambaSpec):
-            return True  # where there is no snapshot, there is no hit
+            return True  # a missing snapshot is a missed lookup, never a gap
         if isinstance(self.spec, SlidingWindowSpec):
             first = max(first, stop - self.spec.sliding_window + 1)
         elif isinstance(self.spec, ChunkedLocalAttentionSpec):
@@ -191,14 +204,14 @@ class GroupPages:
 
 
 def layer_specs(kv_cache_config: Any, cpu: bool) -> list[dict[str, KVCacheSpec]]:
-    """The spec of every layer by its name, per KV cache group of vLLM.
+    """Return the layers' specs by name, per KV cache group of vLLM.
 
     Args:
-        cpu: whether vLLM runs on a CPU, where its latent attention (MLA) computes every prompt from its first
-            token on and would pass over what was loaded.
+        cpu: whether vLLM runs on a CPU. There, latent attention (MLA) computes every prompt from its first
+            token on and ignores loaded KV.
 
     Raises:
-        ConfigError: a layer keeps something other than the K and V of every token, or cannot go on from it.
+        ConfigError: kvkit cannot restore a layer's cache, or the layer cannot continue from loaded KV.
     """
     groups = []
     for group in kv_cache_config.kv_cache_groups:
@@ -225,9 +238,9 @@ def layer_specs(kv_cache_config: Any, cpu: bool) -> list[dict[str, KVCacheSpec]]
 
 
 def table_specs(kv_cache_config: Any) -> list[KVCacheSpec]:
-    """What each KV cache group of vLLM is like: one for each block table, as all layers of a group are alike.
+    """Return one spec per KV cache group (block table) of vLLM: all layers of a group are alike.
 
-    Also where all of its layers are on other stages of a pipeline, so that `layer_specs` has none.
+    This includes groups whose layers are all on other pipeline stages: `layer_specs` has no spec of these.
     """
     specs = (group.kv_cache_spec for group in kv_cache_config.kv_cache_groups)
     return [
@@ -242,13 +255,13 @@ def rank_heads(
     record_ranks: int | None,
     record_stages: int | None = None,
 ) -> RankHeads | None:
-    """Which of the model's heads this rank has; None where its records are its own: nobody else can use them.
+    """Return this rank's share of the model's heads, or None if no other rank can use its records.
 
     Args:
-        record_ranks, record_stages: of the settings.
+        record_ranks, record_stages: the settings of these names.
 
     Raises:
-        ConfigError: others are to use them.
+        ConfigError: the settings request shared records, but this model's layers do not allow them.
     """
     model, parallel = vllm_config.model_config, vllm_config.parallel_config
     ranks = parallel.tensor_parallel_size
@@ -272,10 +285,13 @@ def rank_heads(
 def stage_layers(
     groups: Sequence[Mapping[str, KVCacheSpec]], record_stages: int | None, stages: int
 ) -> StageLayers | None:
-    """The layers of all `stages`, each of which calls this at the same time; None: what it has is its own.
+    """Gather the layers of all pipeline stages; return None if stages do not share records.
+
+    Every stage has to call this at the same time if `record_stages` is set.
 
     Args:
-        record_stages: of the settings.
+        record_stages: the setting of this name.
+        stages: number of pipeline stages.
     """
     if record_stages is None:
         return None
@@ -286,24 +302,25 @@ def stage_layers(
 
 
 def divisors(number: int) -> list[int]:
-    """Those of a number, ascending."""
+    """Return the divisors of a number, ascending."""
     return [n for n in range(1, number + 1) if number % n == 0]
 
 
 def ranks_per_host(parallel: Any) -> int:
-    """How many neighbouring ranks are on one host, as far as vLLM's parallel config tells."""
+    """Return how many neighbouring ranks share a host; 1 if vLLM's parallel config does not show it."""
     known = getattr(parallel, "distributed_executor_backend", None) == "mp"
     return parallel.local_world_size if known else 1
 
 
 def check_chunks(chunk_tokens: int, tables: Sequence[KVCacheSpec]) -> tuple[int, ...]:
-    """The block size of every group, in tokens; of states a chunk's.
+    """Return the block size of every group, in tokens; for states, the chunk size.
 
     Args:
-        tables: as `table_specs` gives them.
+        tables: the groups' specs, as `table_specs` returns them.
 
     Raises:
-        ConfigError: a chunk is no multiple of one, or states are not kept at the ends of chunks.
+        ConfigError: the chunk size is no multiple of a block size, or vLLM does not keep states at the ends
+            of chunks.
     """
     sizes = tuple(
         states.table_tokens(spec, chunk_tokens) if isinstance(spec, MambaSpec) else spec.block_size
@@ -320,16 +337,19 @@ def check_chunks(chunk_tokens: int, tables: Sequence[KVCacheSpec]) -> tuple[int,
 
 
 def has_windows(specs: Iterable[KVCacheSpec]) -> bool:
-    """Whether one of them gives up blocks of a request that goes on, which later tokens do not look at."""
+    """Return whether vLLM frees blocks of a running request for one of the specs.
+
+    Later tokens do not attend to those blocks.
+    """
     some = SlidingWindowSpec | ChunkedLocalAttentionSpec | MambaSpec
     return any(isinstance(spec, some) for spec in specs)
 
 
 def window_of(spec: KVCacheSpec, chunk_tokens: int) -> int | None:
-    """How many tokens a token of a KV cache group attends to, itself among them; None: all before it.
+    """Return how many tokens a token attends to, itself included; None without a sliding window.
 
     Raises:
-        ConfigError: documents of such layers cannot be blended.
+        ConfigError: layers of this kind, or with so short a window, cannot be blended.
     """
     if isinstance(spec, ChunkedLocalAttentionSpec):
         raise ConfigError("blend: chunks of local attention are not blended; want a model without")
@@ -347,14 +367,14 @@ def window_of(spec: KVCacheSpec, chunk_tokens: int) -> int | None:
 def complete_tokens(
     groups: Sequence[GroupPages], tables: Sequence[Sequence[int]], chunk_tokens: int, first: int, stop: int
 ) -> int:
-    """How many of tokens [first, stop) may be stored: those before the first chunk that lacks a block.
+    """Return how many of tokens [first, stop) may be stored: those before the first incomplete chunk.
 
-    Whoever goes on after a chunk takes its record for whole. What a window has left behind by then, nobody
-    reads.
+    A reader that continues after a chunk expects its record to be complete. Blocks that a sliding window
+    has left by the chunk's end may be missing: nothing reads them.
 
     Args:
-        tables: block ids per KV cache group of vLLM, from token `first` on; < 0: not there.
-        first: where a chunk begins.
+        tables: block ids per KV cache group of vLLM, from token `first` on; negative: missing.
+        first: first token of a chunk.
     """
     for begin in range(first, stop, chunk_tokens):
         end = min(begin + chunk_tokens, stop)
@@ -373,23 +393,24 @@ def group_pages(
     precision: Precision | None = None,
     orders: Mapping[str, PageOrder] | None = None,
 ) -> tuple[KVLayout, list[GroupPages]]:
-    """The layout of vLLM's KV cache, and where it lies: an entry per layer group, in the layout's order.
+    """Return the layout of vLLM's KV cache, and the pages of its layer groups in the layout's order.
 
-    Layers of one form are a group, but never those of two of vLLM's, which have block tables of their own;
-    with `heads` and `stages`, a group for each of the records that their heads and layers are divided into.
+    Layers of one form and one KV cache group of vLLM make up a layer group. With `heads` or `stages`, each
+    record that the heads and layers are divided into has a layer group.
 
     Args:
-        tensors: [B, H, N, C] by layer name. B counts the kernel's blocks, K and V lie side by side in C.
-        blocks: vLLM's blocks.
-        opaque: every block is, as on a CPU, where the order of K within depends on the instruction set. A
-            head's K and V are neighbours there.
-        heads: None: which of the model's heads these are is not known.
-        stages: None: these are all layers, and a record holds all of one form.
-        precision: of records.
-        orders: by layer name, where in the kernel's blocks K and V are: blocks are not opaque then.
+        tensors: [B, H, N, C] by layer name. B counts the kernel's blocks; C has K and V side by side.
+        blocks: number of vLLM's blocks.
+        opaque: whether every block is opaque, as on a CPU: the order of K in it depends on the instruction
+            set. A head's K and V are neighbours there.
+        heads: the rank's share of the model's heads; None: unknown.
+        stages: layers of all pipeline stages; None: `groups` are all layers, and a record holds all of one
+            form.
+        precision: precision of the records.
+        orders: places of K and V in the kernel's blocks, by layer name; given these, blocks are not opaque.
 
     Raises:
-        ConfigError: heads or layers are to be divided, or KV held in fewer bits, and cannot be.
+        ConfigError: heads or layers cannot be divided as requested, or KV cannot be kept in fewer bits.
     """
     everywhere = [groups] if stages is None else stages.stages
     names = sorted((name for stage in everywhere for specs in stage for name in specs), key=layer_order)
@@ -416,11 +437,11 @@ def group_pages(
             reads_parts = heads is not None and heads.reads_parts(spec)
             if form.opaque and parts[0].parts == 1 and not reads_parts:
                 ratio, held = 1, [tensor.view(blocks, -1, *tensor.shape[1:]) for tensor in held]
-            elif form.opaque:  # the heads of one of the kernel's blocks are neighbours, not those of vLLM's
+            elif form.opaque:  # heads are contiguous within a kernel block, but not within one of vLLM's
                 if (len(parts) > 1 or reads_parts) and not opaque:
                     raise ConfigError(
-                        f"record_ranks: the pages of layer {names[0]} cannot be divided into heads: its "
-                        "attention packs K and V in an order of its own; want none"
+                        f"record_ranks: the pages of layer {names[0]} cannot be divided into heads, as its "
+                        "attention backend packs K and V in its own order; want none"
                     )
                 if parts[0].parts == 1 and ratio > 1:
                     raise ConfigError(
@@ -444,7 +465,7 @@ def group_pages(
                 placed = None if orders is None else orders[its[0]].part(ours.start, len(ours)).joined
                 pages = Pages.of(part, some, placed, theirs)
                 found.append(GroupPages(table, spec.block_size, ratio, pages, its, spec))
-    # by the model's layers: all stages have the same order of arrays
+    # sorted by the model's layers, so that all stages have the same order of arrays
     found.sort(key=lambda e: (e.pages.group.all_layers, e.pages.group.layers, e.pages.group.first_head))
     share = (0, 1) if heads is None else heads.copies(entry.spec for entry in found)
     return KVLayout(tuple(entry.pages.group for entry in found), *share), found
@@ -456,11 +477,14 @@ def add_states(
     tensors: Mapping[str, torch.Tensor],
     chunk_tokens: int,
 ) -> tuple[KVLayout, list[GroupPages]]:
-    """What `group_pages` found, and the pages of states after that, in groups with records of no more bytes.
+    """Return what `group_pages` found, with layer groups of states appended.
+
+    Layers with states are divided so that their records are about as large as the largest of KV.
 
     Args:
-        groups, tensors: as in `group_pages`; of layers with states [B, 1, 1, bytes].
-        chunk_tokens: of a chunk, at whose end states are kept.
+        found: layout and pages, as `group_pages` returns them.
+        groups, tensors: as in `group_pages`; tensors of layers with states are [B, 1, 1, bytes].
+        chunk_tokens: chunk size; states are kept at the ends of chunks.
     """
     layout, pages = found
     names = sorted((name for specs in groups for name in specs), key=layer_order)
@@ -480,7 +504,7 @@ def add_states(
 
 
 def _form(spec: Any, tensor: torch.Tensor, blocks: int, opaque: bool, order: PageOrder | None) -> LayerGroup:
-    """The form of one layer alone, as layer 0. Where a backend packs K and V its own way, it is opaque."""
+    """Return the form of a single layer, as layer 0; opaque if the backend packs K and V in its own way."""
     window = spec.sliding_window if isinstance(spec, SlidingWindowSpec) else None
     if order is not None:
         heads, tokens, k_size = order.k.shape
@@ -502,5 +526,5 @@ def _form(spec: Any, tensor: torch.Tensor, blocks: int, opaque: bool, order: Pag
 
 
 def layer_order(name: str) -> list[tuple[int, int | str]]:
-    """A sort key that puts layer 10 after layer 9."""
+    """Return a sort key that puts layer 10 after layer 9."""
     return [(0, int(part)) if part.isdigit() else (1, part) for part in re.split(r"(\d+)", name) if part]

@@ -1,9 +1,9 @@
-"""What a router and two engines tell each other about a handoff: `kv_transfer_params`, read and answered.
+"""Read and write `kv_transfer_params`, the field by which a router and two engines arrange a handoff.
 
-The field's form, as vLLM's own connectors have it: the prefill engine's request has do_remote_decode, and its
+The field has the form of vLLM's own connectors: the prefill engine's request has do_remote_decode, and its
 answer holds the parameters of the decode engine's request, which has do_remote_prefill. kvkit pushes, so the
-prefill engine has to know where to: `handoff`, the decode engine's address. Of several ranks, each sends to
-an address of its own.
+prefill engine needs the decode engine's address, `handoff`. With several ranks, each sends to an address of
+its own.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ TOKENS = "remote_num_tokens"
 
 
 class HandoffUnavailable(ConfigError):
-    """This engine's settings have no such side of a handoff, whatever a request says of it."""
+    """Raised if a request asks for a side of a handoff that this engine's settings do not have."""
 
 
 @dataclass(frozen=True, slots=True)
 class RemoteDecode:
-    """A request whose KV goes to the decode engine at `address`, as the transfer `transfer`."""
+    """A request whose KV is sent to the decode engine at `address`, as the transfer `transfer`."""
 
     transfer: str
     address: str
@@ -36,7 +36,10 @@ class RemoteDecode:
 
 @dataclass(frozen=True, slots=True)
 class RemotePrefill:
-    """A request whose KV comes as the transfer `transfer`; `computed`: its prefill engine answered before."""
+    """A request whose KV arrives as the transfer `transfer`.
+
+    `computed`: whether the prefill engine has already answered, so that all of the KV is computed.
+    """
 
     transfer: str
     computed: bool
@@ -45,10 +48,10 @@ class RemotePrefill:
 def read_for(
     params: Mapping[str, Any] | None, config: HandoffConfig | None
 ) -> RemoteDecode | RemotePrefill | None:
-    """`read` at an engine with these settings of handoff.
+    """Read a request's parameters, as `read` does, for an engine with these handoff settings.
 
     Raises:
-        HandoffUnavailable: the engine has no `[handoff]`, or its role does not take that side.
+        HandoffUnavailable: the engine has no `[handoff]`, or its role excludes that side.
         ConfigError: as in `read`.
     """
     for kind, role in (("decode", "prefill"), ("prefill", "decode")):
@@ -62,14 +65,14 @@ def read_for(
 
 
 def read(params: Mapping[str, Any] | None, peers: Mapping[str, str]) -> RemoteDecode | RemotePrefill | None:
-    """What a request's parameters ask for; None: nothing.
+    """Return the handoff that a request's parameters ask for, or None.
 
     Args:
-        peers: addresses by name, as configured: `handoff` may be a name, and may be left out where there is
-            one peer.
+        peers: configured addresses by name. `handoff` may be one of the names; it may be left out if there
+            is one peer.
 
     Raises:
-        ConfigError: they contradict themselves or leave something out.
+        ConfigError: the parameters contradict each other or are incomplete.
     """
     params = params or {}
     sends, receives = (bool(params.get(f"do_remote_{kind}")) for kind in ("decode", "prefill"))
@@ -92,7 +95,7 @@ def read(params: Mapping[str, Any] | None, peers: Mapping[str, str]) -> RemoteDe
 
 
 def answer(sending: RemoteDecode, tokens: int) -> dict[str, Any]:
-    """The parameters of the decode engine's request. `tokens` is how many of the prompt's are sent."""
+    """Return the parameters for the decode engine's request. `tokens`: prompt tokens that are sent."""
     return {
         "do_remote_prefill": True,
         "do_remote_decode": False,

@@ -1,7 +1,7 @@
-"""What `kvkit prove` sees of an engine from within: a worker extension of vLLM, for any connector.
+"""Let `kvkit prove` read an engine's pages: a worker extension of vLLM that works with any connector.
 
-`--worker-extension-cls kvkit.adapters.vllm.probe.PageProbe` adds its methods to every worker; they are called
-by `collective_rpc`.
+`--worker-extension-cls kvkit.adapters.vllm.probe.PageProbe` adds its methods to every worker;
+`collective_rpc` calls them.
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ from kvkit.adapters.vllm import compat
 
 
 def prompt_name(tokens: Sequence[int], adapter: str | None) -> str:
-    """What files of a prompt's pages are called, before a dot."""
+    """Return the name of a prompt's page files, up to the first dot."""
     return xxh3_128_hexdigest(np.asarray(tokens, np.int32).tobytes() + (adapter or "").encode())
 
 
 @dataclass(slots=True)
 class _Followed:
-    """A request that runs: where its pages are."""
+    """A running request and its blocks; `taken`: its pages were written."""
 
     name: str
     prompt_tokens: int
@@ -35,12 +35,12 @@ class _Followed:
 
 
 class PageProbe:
-    """Keeps a copy of every prompt's pages at the step that completes the prompt, computed or loaded."""
+    """Write every prompt's pages to a file at the step that completes the prompt."""
 
     model_runner: Any
 
     def prove_watch(self, folder: str) -> dict[str, str]:
-        """Write pages to `folder` from now on, which this worker must see as the caller does."""
+        """Write pages to `folder` from now on. The caller and this worker must share the folder."""
         path = Path(folder)
         path.stat()
         watch = vars(self).get("_prove")
@@ -50,13 +50,15 @@ class PageProbe:
         return {"dtype": str(watch.dtype).removeprefix("torch.")}
 
     def prove_skipped(self) -> list[int]:
-        """Tokens that requests had when they were scheduled, first or after a preemption: none of them was
-        computed then."""
+        """Return the number of tokens that requests did not have to compute, in a list of one.
+
+        They are counted when a request is first scheduled and when it resumes after a preemption.
+        """
         return [vars(self)["_prove"].skipped]
 
 
 class _Watch:
-    """Follows the requests of a model runner by what the scheduler tells it."""
+    """Follow a model runner's requests by the scheduler's output."""
 
     def __init__(self, runner: Any, rank: int) -> None:
         self.folder = Path()
@@ -109,7 +111,7 @@ class _Watch:
         path.with_suffix(".part").rename(f"{path}.safetensors")
 
     def _pages(self, one: _Followed) -> Iterator[tuple[str, torch.Tensor]]:
-        """Of each attention layer its whole blocks of the prompt, `[B, H, N, C]`; NaN where it has none."""
+        """Yield each attention layer's full blocks of the prompt, `[B, H, N, C]`; NaN for missing blocks."""
         places = 0
         for group, blocks in zip(self._config.kv_cache_groups, one.blocks, strict=True):
             ids = torch.tensor(
@@ -122,6 +124,6 @@ class _Watch:
                 each = pages.shape[0] // self._config.num_blocks  # the kernel's blocks may be smaller
                 at = (ids[:, None] * each + torch.arange(each)).flatten().to(pages.device)
                 found = pages[at].cpu()
-                found[at.cpu() < each] = float("nan")  # the block that stands for those that are not there
+                found[at.cpu() < each] = float("nan")  # vLLM's null block stands for missing ones
                 places += 1
                 yield f"{places:04d} {layer}", found.contiguous()

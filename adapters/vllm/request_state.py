@@ -1,4 +1,4 @@
-"""What the scheduler's side of the connector knows of one request."""
+"""State of one request on the scheduler's side of the connector."""
 
 from __future__ import annotations
 
@@ -14,13 +14,14 @@ from kvkit.moving.policy import RequestPolicy
 
 @dataclass(slots=True)
 class PendingLookup:
-    """A lookup of a request, and what ranks have answered.
+    """A lookup of a request, and the ranks' answers so far.
 
     Attributes:
-        chunks: that are asked for.
+        number: number of the lookup.
+        chunks: number of chunks to look up.
         computed: leading tokens that vLLM has itself.
-        answers: by rank.
-        known_at: when the last rank answered.
+        answers: answers by rank.
+        known_at: time of the last rank's answer.
     """
 
     number: int
@@ -32,17 +33,23 @@ class PendingLookup:
 
 @dataclass(slots=True)
 class RequestState:
-    """What is known of a request. `saved` is None until it computes for the first time after an admission.
+    """The scheduler's state of a request.
 
     Attributes:
-        handoff: with whom its KV is exchanged.
-        sent: tokens of its prompt that were told to be sent; None before the first.
-        no_prefetch: there is nothing to bring near for it, until it is admitted.
-        blend: what of it is to be blended, or was; None: nothing, for good.
-        private: the first token whose KV is, or will be, approximate for a tier's fewer bits; None: none is.
-        policy: what it wants of the cache.
-        epoch: the scheduler's when it was last without blocks: what it has may be of then.
-        computed: tokens that vLLM's own prefix cache had of it then.
+        request: vLLM's `Request`.
+        policy: the request policy.
+        handoff: the request's side of a handoff; None: none.
+        sent: prompt tokens that the workers were given to send; None before the first.
+        lookup: the lookup since the last admission; None: none.
+        admitted: answer to the lookup of the last admission; None: nothing was loaded.
+        start: first token of the last load.
+        saved: chunks up to which saves were planned; None from an admission until the first step after it.
+        no_external_kv: whether the request loads nothing for the rest of its life.
+        no_prefetch: whether there is nothing to prefetch until the request is admitted.
+        blend: what is to be blended, or was; None: nothing, for good.
+        private: first token whose KV is, or will be, approximate because a tier keeps fewer bits; None: none.
+        epoch: the scheduler's epoch when the request last had no blocks. Its KV may be as old as that.
+        computed: tokens that vLLM's own prefix cache had of the request then.
     """
 
     request: Any

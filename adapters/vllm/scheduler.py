@@ -1,14 +1,13 @@
-"""The scheduler's side: who asks, who waits, what is loaded and saved. Bookkeeping over plain data, no I/O.
+"""The scheduler's side: plan lookups, prefetches, loads and saves. Bookkeeping over plain data, no I/O.
 
-Nothing here waits. A lookup is a message: `get_num_new_matched_tokens` notes it, `plan` puts it into the next
-step's message, the workers look up in the background, and `update_from_workers` notes their answers. Until
-all ranks have answered, `get_num_new_matched_tokens` says None and vLLM asks again in its next step. The
-workers keep the deadline: with asynchronous scheduling, a lookup may lie for as long as a step takes before
-they hear of it. Only what was handed off is known without a message where the one worker shares the process:
-it looks into memory, at once.
+Nothing here blocks. A lookup is a message: `get_num_new_matched_tokens` notes it, `plan` puts it into the
+next step's message, the workers look up in the background, and `update_from_workers` notes their answers.
+Until all ranks have answered, `get_num_new_matched_tokens` returns None, and vLLM asks again in its next
+step. The workers keep the deadline: with asynchronous scheduling, a step may pass before they receive the
+lookup. Only a handoff to the one worker in this process is looked up at once: that reads memory.
 
-What vLLM does not admit in the step in which it could be asked about is queued: the workers are told of the
-first few such requests, and bring near what they will hit, until a request is admitted or ends.
+Requests that vLLM has not admitted yet are queued. The workers prefetch what the first few of them will hit,
+until a request is admitted or ends.
 """
 
 from __future__ import annotations
@@ -47,43 +46,44 @@ from kvkit.moving.policy import DEFAULT_REQUEST_POLICY, RequestPolicy
 log = logging.getLogger(__name__)
 
 FRESH_S = 10.0
-"""Seconds for which an answer counts: a request that could not be admitted for longer asks again."""
+"""Seconds for which an answer is valid. A request that is not admitted in this time is looked up again."""
 
 PATIENCE_S = 5.0
-"""How long a request waits for the blocks that its blend takes; then it is computed in full."""
+"""Seconds that a request waits for the blocks of its blend; after that, it is computed in full."""
 
 AHEAD = 8
-"""Queued requests for which something is brought near at a time. The workers bound its bytes."""
+"""Number of queued requests to prefetch for at a time. The workers limit the bytes."""
 
 
 @dataclass(eq=False)
 class Scheduler:
-    """The requests of one engine and what is asked, loaded and saved for them. Not thread-safe, like vLLM's.
+    """The requests of one engine, with their lookups, loads and saves. Not thread-safe, like vLLM's.
 
-    What it is told of a request is vLLM's `Request`.
+    Arguments named `request` are vLLM's `Request`.
 
     Args:
-        block_tokens: tokens of a block, per KV cache group of vLLM; each divides a chunk.
-        sequence: the first n tokens of a request, as the keys see them; None where it cannot be cached.
-        windows: whether a request loses blocks of K and V before its end: what sliding windows leave.
-        states: by number, the tables of states, and whether these run (`kvkit.adapters.vllm.states`).
+        chunk_tokens: tokens of a chunk.
+        block_tokens: tokens of a block, per KV cache group of vLLM; each divides `chunk_tokens`.
+        sequence: returns the first n tokens of a request, as keys see them; None if it cannot be cached.
+        windows: whether running requests lose blocks of K and V (those that sliding windows have left).
+        states: numbers of the tables of states, and whether these run (`kvkit.adapters.vllm.states`).
         snapshot_every: as in `kvkit.moving.plan.is_snapshot_kept`.
-        recompute_last_block: whether a draft's KV of a token rests on later ones, so that the end of a hit is
-            computed again.
-        ranks: workers that answer.
-        blocking_load: whether the step that loads waits for it (sync and layerwise loading).
-        stores: whether anything is saved.
+        recompute_last_block: whether a draft model's KV of a token depends on later tokens, so that the end
+            of a hit is computed again.
+        ranks: number of workers that answer lookups.
+        blocking_load: whether a step waits for its loads (sync and layerwise loading).
         save_generated: whether chunks with generated tokens are saved.
-        clock: seconds that never go back.
-        handoff: what a request's parameters ask for.
-        has: how many tokens of a request vLLM has in its own cache.
-        free: how many of vLLM's blocks nobody holds.
-        on_chunks: called with a request whose chunks [first, stop) are to be saved, or were found.
-        approximate: tiers with fewer bits. What is computed behind what comes from them is saved nowhere.
-        private: keeps blocks of approximate KV to their request; None: there is none.
-        blends: what blending takes; None: nothing is blended.
-        request_policy_of: what a request wants of the cache.
-        lookup_inline: answers a lookup of what is handed off, where it can; None: the workers are asked.
+        clock: monotonic clock, in seconds.
+        stores: whether anything is saved.
+        handoff: returns the handoff that a request's parameters ask for.
+        has: returns how many tokens of a request vLLM's own cache has.
+        free: returns the number of vLLM's free blocks.
+        on_chunks: called with a request and its chunks [first, stop) that were found or will be saved.
+        approximate: tiers with fewer bits. Tokens computed behind KV from these tiers are not saved.
+        private: keeps blocks of approximate KV to their request; None: no KV is approximate.
+        blends: what blending needs; None: no request is blended.
+        request_policy_of: returns a request's policy.
+        lookup_inline: answers a handoff's lookup at once; returns None if the workers have to.
     """
 
     chunk_tokens: int
@@ -110,36 +110,36 @@ class Scheduler:
     lookup_inline: Callable[[LookupRequest], LookupAnswer | None] = lambda lookup: None
 
     def __post_init__(self) -> None:
-        self._loses = self.windows or bool(self.states)  # windows, and former states
-        # after a window's end, only whole chunks are known to hold all that is attended to
+        self._loses = self.windows or bool(self.states)  # windows, and earlier states
+        # with windows, only at a chunk's end are all tokens within the window known to be there
         self._grain_tokens = self.chunk_tokens if self._loses else math.lcm(*self.block_tokens)
         self._requests: dict[str, RequestState] = {}
-        self._queue: dict[str, None] = {}  # in the order in which they came
+        self._queue: dict[str, None] = {}  # in order of arrival
         self._ahead: set[str] = set()
         self._pending_allocations = PendingAllocations(self.block_tokens, self.states, self.free)
         self._numbers, self._steps = count(1), count(1)
         self._next = StepMetadata()
         self._acked_failure_step = 0
         self.epoch = self._told_epoch = ""
-        self._keeps_old = False  # vLLM's own prefix cache kept blocks of before the last reset
+        self._keeps_old = False  # vLLM's own prefix cache kept blocks from before the last reset
 
     def on_new_request(self, request: Any) -> None:
-        """Note a new request: it is queued, although vLLM may not ask about it for long."""
+        """Queue a new request. It may be long until vLLM asks for its matched tokens."""
         self._state(request)
         self._queue[request.request_id] = None
 
     def get_num_new_matched_tokens(self, request: Any, computed: int) -> tuple[int | None, bool]:
-        """How many tokens after the first `computed` can be loaded, and whether that goes on between steps.
+        """Return how many tokens after the first `computed` can be loaded, and whether the load is async.
 
-        None: not known yet. Notes a lookup where there is none; asked again, it says the same.
+        The number is None while unknown. Starts a lookup if there is none; repeated calls return the same.
         """
         state = self._state(request)
         state.epoch, state.computed = self.epoch, computed
         if not state.no_prefetch:
             self._queue.setdefault(request.request_id)  # a preempted one is queued again
-        self._pending_allocations.leave(request.request_id)  # vLLM asks about those alone that have no blocks
+        self._pending_allocations.leave(request.request_id)  # vLLM only asks about requests without blocks
         if state.no_external_kv and not self._pending_allocations.fits(request):
-            return None, False  # vLLM would have those wait behind it that hold some
+            return None, False  # else requests that hold blocks would wait behind it
         receiving = state.handoff if isinstance(state.handoff, RemotePrefill) else None
         asked, most = self._asked(state, computed)
         wanted = -(-asked // self.chunk_tokens)
@@ -148,7 +148,7 @@ class Scheduler:
             blend.plan = None
             if not blend.wants(computed):
                 if blend.private is not None:
-                    return 0, False  # what is exact elsewhere would not be what it had before
+                    return 0, False  # exact KV from elsewhere would differ from its approximate KV
                 blend = None
         if request.skip_reading_prefix_cache or state.no_external_kv:
             return 0, False
@@ -162,7 +162,7 @@ class Scheduler:
                 return 0, False
             lookup = state.lookup = PendingLookup(next(self._numbers), wanted)
             transfer = ("", False) if receiving is None else (receiving.transfer, receiving.computed)
-            policy = replace(state.policy, max_load_tokens=None)  # the sequence ends there
+            policy = replace(state.policy, max_load_tokens=None)  # the sequence already ends at that limit
             told = LookupRequest(
                 request.request_id, lookup.number, sequence, computed, *transfer, policy=policy
             )
@@ -177,13 +177,13 @@ class Scheduler:
         lookup.computed = computed
         least, exact = self._least(lookup), self._exact(lookup)
         most = min(most, least.tokens if receiving else self._usable(least.tokens))
-        if isinstance(state.handoff, RemoteDecode):  # others take what it sends for exact
+        if isinstance(state.handoff, RemoteDecode):  # the receiver expects exact KV
             most = min(most, self._whole_grains(exact))
         if blend is not None and blend.private is not None:
-            # what was blended is again, although it may be found as exact by now
+            # blended tokens are blended again, although tiers may have exact KV of them by now
             most = min(most, self._whole_grains(blend.private))
         found = max(0, min(least.tokens, most) - computed)
-        if found and computed + found > exact:  # before vLLM gives it blocks, which it may name at once
+        if found and computed + found > exact:  # before vLLM allocates blocks, which it may hash at once
             self._keep_private(state, max(computed, exact))
         blends = blend is not None and blend.promise(request.num_tokens, computed + found, least.documents)
         may_stand_still = (found or blends) and self._loses and not self.blocking_load
@@ -194,7 +194,7 @@ class Scheduler:
         return found, found > 0 and not self.blocking_load
 
     def update_state_after_alloc(self, request: Any, blocks: Tables, tokens: int) -> None:
-        """Note that a request got its blocks, and that `tokens` tokens are to be loaded into them."""
+        """Note a request's blocks, and plan the load of `tokens` tokens into them."""
         state = self._state(request)
         self._leave(request.request_id)
         state.saved, state.no_prefetch = None, False
@@ -206,7 +206,7 @@ class Scheduler:
             self._admit_blend(state, blend, lookup, blocks)
             return
         if blend is not None and blend.private is None:
-            state.blend = None  # what it has from now on is exact, and stays so
+            state.blend = None  # its KV is exact from now on, and stays exact
         if tokens:
             self._pending_allocations.add(request)
             self._next.loads.append(self._load(state, lookup, state.computed, tokens, blocks))
@@ -214,7 +214,7 @@ class Scheduler:
             self._next.released_transfers.append(state.handoff.transfer)
 
     def sources(self, request_id: str, tokens: int) -> dict[str, int]:
-        """Which tiers the last `tokens` tokens of what was admitted come from."""
+        """Return how many of the `tokens` tokens that a request loaded last came from each tier."""
         state = self._requests.get(request_id)
         if state is None or state.admitted is None:
             return {}
@@ -226,7 +226,7 @@ class Scheduler:
         return +found
 
     def plan(self, scheduled: dict[str, int], blocks: Callable[[str], Tables | None]) -> StepMetadata:
-        """The message of a step that computes `scheduled` tokens by request. Forgets what it tells."""
+        """Return the message of a step that computes `scheduled` tokens by request id; begin the next one."""
         if self.blends is not None:
             self.blends.scratch.unpin()
         self._pending_allocations.go(scheduled)
@@ -241,7 +241,7 @@ class Scheduler:
         return step
 
     def update_from_workers(self, report: WorkerReport) -> None:
-        """Note what the workers tell."""
+        """Apply the workers' report."""
         for answer in report.answers:
             self._take(answer)
         for arrival in report.arrivals:
@@ -253,18 +253,18 @@ class Scheduler:
             if blend := self._blend(done.request_id):
                 blend.finish(self._requests[done.request_id].request, done)
         for request_id in report.failed:
-            if request_id in self._requests:  # it would be tried again and again
+            if request_id in self._requests:  # else the load would be retried without end
                 self._requests[request_id].no_external_kv = True
             if blend := self._blend(request_id):
                 blend.fail(self._requests[request_id].request)
         self._acked_failure_step = max(self._acked_failure_step, report.failed_step)
 
     def finish(self, request: Any, blocks: Tables | None) -> bool:
-        """Forget a request; whether its blocks must stay until a worker tells that they are saved.
+        """Forget a request. Return whether its blocks must stay until a worker reports that they are free.
 
-        With asynchronous scheduling, the step that fills a chunk does not know the chunk's last token yet,
-        and if that ends the request, no step of its own comes after it. `blocks`: None where nothing is to
-        be saved, as the request was aborted or failed.
+        With asynchronous scheduling, the step that fills a chunk does not know the chunk's last token yet. If
+        that token ends the request, no later step can save the chunk, so it is saved here. `blocks` is None
+        if the request was aborted or failed: nothing is saved then.
         """
         state = self._requests.pop(request.request_id, None)
         self._leave(request.request_id)
@@ -289,13 +289,13 @@ class Scheduler:
         sizes = zip(table, self.block_tokens, strict=True)
         parts = [part for number, part in enumerate(sizes) if number not in self.states]
         if sequence is None or any(-1 in part or len(part) * n < end - first * chunk for part, n in parts):
-            return sends  # a window has left some behind
+            return sends  # a window has left some of the blocks
         self._next.saves.append(SaveTask(request.request_id, sequence, first, table, state.policy, last=True))
         self.on_chunks(request, first, stop)
         return True
 
     def answer(self, request: Any) -> dict[str, Any] | None:
-        """What a request that ends tells: the decode engine's parameters, or how it was blended."""
+        """Return the answer of an ended request: the decode engine's parameters, or facts of its blend."""
         state = self._requests.get(request.request_id)
         if state is not None and state.blend is not None:
             return state.blend.answer()
@@ -306,44 +306,44 @@ class Scheduler:
         return parameters.answer(state.handoff, state.sent)
 
     def received(self, request_id: str) -> None:
-        """Note that no rank touches what was loaded for a request any more."""
+        """Release a blend's extra blocks: every rank has finished loading the request."""
         if self.blends is not None:
             self.blends.scratch.give_back(request_id)
 
     def forget(self, epoch: str, keeps_old: bool = False) -> None:
-        """Have nothing found from now on that was saved before.
+        """Begin an epoch: lookups no longer find what was saved before.
 
-        No request that has blocks is saved or sent until it gets new ones, nor is a last save stored that the
-        workers have not heard of yet: their KV may be of old weights.
+        Blocks may hold KV of old weights: requests that have blocks are not saved or sent until they get new
+        ones, and last saves that the workers have not received yet are not stored.
 
         Args:
-            epoch: differs from every earlier one, unless the same KV is meant.
-            keeps_old: whether vLLM's own prefix cache kept blocks. A request that hits some is not saved.
+            epoch: name of the epoch; an earlier one's name makes its KV valid again.
+            keeps_old: whether vLLM's own prefix cache kept blocks. Requests that hit them are not saved.
         """
         self.epoch, self._keeps_old = epoch, keeps_old
         for state in self._requests.values():
             state.lookup = None
-        self._ahead.clear()  # the workers do so, too: it is told anew
+        self._ahead.clear()  # the workers end their prefetches too, and get new ones
         self._next.saves = [replace(s, policy=replace(s.policy, store_to=())) for s in self._next.saves]
         under_way = sum(state.saved is not None for state in self._requests.values())
         log.info(
-            "reset: KV of before is not used; %d requests under way and %d last saves are not stored",
+            "reset: earlier KV is no longer used; %d requests in flight and %d last saves are not stored",
             under_way,
             len(self._next.saves),
         )
         if keeps_old:
             log.warning(
-                "reset: vLLM kept its own prefix cache, as requests are running: what hits it is not stored; "
-                "reset again when none runs, or with reset_running_requests"
+                "reset: vLLM kept its own prefix cache, as requests are running; KV of requests that hit it "
+                "is not stored; reset again when none runs, or with reset_running_requests"
             )
 
     @property
     def has_pending_reset(self) -> bool:
-        """Whether the workers are to hear at once that everything is forgotten: others may ask them."""
+        """True if the workers do not know the current epoch yet. They have to learn it at once."""
         return self.epoch != self._told_epoch
 
     def _is_void(self, state: RequestState) -> bool:
-        """Whether a request's blocks may hold, or rest on, what was computed before a reset."""
+        """Return whether a request's KV may be from before a reset, or depend on such KV."""
         return state.epoch != self.epoch or (self._keeps_old and state.computed > 0)
 
     def _state(self, request: Any) -> RequestState:
@@ -357,28 +357,28 @@ class Scheduler:
         return state
 
     def _leave(self, request_id: str) -> None:
-        """A request is queued no more."""
+        """Take a request out of the queue, and cancel its prefetch."""
         self._queue.pop(request_id, None)
         if request_id in self._ahead:
             self._ahead.remove(request_id)
             self._next.cancelled_prefetches.append(request_id)
 
     def _prefetches(self) -> Iterator[PrefetchTask]:
-        """What is to be brought near, for the first of the requests that were not admitted."""
+        """Yield the prefetches of the first queued requests."""
         for request_id in list(islice(self._queue, AHEAD)):
             state = self._requests[request_id]
             is_asked = state.lookup is not None and not self._is_known(state.lookup)
             if request_id in self._ahead or is_asked:
-                continue  # once there is an answer, it may be admitted
+                continue  # it may be admitted as soon as it is answered
             request, sequence, computed = state.request, None, 0
             receives = isinstance(state.handoff, RemotePrefill)
-            # what is brought near goes from and to the policy's tiers
+            # prefetches use the cache policy's tiers, not the request's
             names_tiers = (state.policy.load_from, state.policy.store_to) != (None, None)
             if not (receives or names_tiers or state.no_external_kv or request.skip_reading_prefix_cache):
                 computed = self.has(request)
                 asked, most = self._asked(state, computed)
                 sequence = self.sequence(request, asked) if computed < min(asked, most) else None
-            if sequence is None:  # it is not looked at again in each step
+            if sequence is None:  # no need to examine it in each step
                 state.no_prefetch = True
                 del self._queue[request_id]
             else:
@@ -390,9 +390,9 @@ class Scheduler:
                         yield PrefetchTask(request_id, document, blend.asked.prefix)
 
     def _asked(self, state: RequestState, computed: int) -> tuple[int, int]:
-        """How many tokens of a request are looked up, and up to which they may be loaded."""
+        """Return how many tokens of a request to look up, and up to which token they may be loaded."""
         request, limit = state.request, state.policy.max_load_tokens
-        if isinstance(state.handoff, RemotePrefill):  # the unfilled last chunk comes, too
+        if isinstance(state.handoff, RemotePrefill):  # includes the partial last chunk
             asked = self._handed(request.num_tokens)
             return asked, min(asked, request.num_tokens - 1)
         # the last token is always computed, for its logits
@@ -403,17 +403,17 @@ class Scheduler:
         return asked, min(most, self._usable(asked))
 
     def _usable(self, tokens: int) -> int:
-        """Up to where what was found of so many tokens, whole chunks, may be loaded."""
+        """Return up to which token a hit of `tokens` tokens (whole chunks) may be loaded."""
         return self._whole_grains(tokens - 1) if self.recompute_last_block else tokens
 
     def _whole_grains(self, tokens: int) -> int:
-        """What of so many tokens a hit may be: a multiple of a chunk, or of every block."""
+        """Round `tokens` down to a length that hits may have: whole chunks, or whole blocks of all groups."""
         return tokens // self._grain_tokens * self._grain_tokens
 
     def _handed(self, tokens: int) -> int:
-        """Tokens of a prompt of so many that one engine sends and the other takes.
+        """Return how many tokens of a prompt of `tokens` tokens are handed off.
 
-        Whoever takes them computes the last one in any case: if that has a block of its own, it does not go.
+        The receiver computes the last token in any case: if that is alone in its block, it is not sent.
         """
         grains = self._whole_grains(tokens - 1)
         return grains if self._loses or grains == tokens - 1 else tokens
@@ -421,12 +421,12 @@ class Scheduler:
     def _promise_blend(
         self, state: RequestState, blend: Blend, lookup: PendingLookup
     ) -> tuple[int | None, bool]:
-        """Claim the whole of a request, if there are blocks for it; otherwise, it waits for some a while."""
+        """Claim the whole prompt, if there are blocks for it; otherwise make the request wait for a while."""
         assert self.blends is not None
         request, scratch, computed = state.request, self.blends.scratch, lookup.computed
         room = scratch.has_room(request.num_tokens)
         if room and scratch.pin(request, computed):
-            # vLLM computes the last token; of windows it keeps what the token after the claim sees
+            # vLLM computes the last token; it keeps the windows of the token after the claim
             return request.num_tokens - self.windows - computed, True
         blend.plan = None
         if room is None or self.clock() > lookup.known_at + PATIENCE_S:
@@ -446,9 +446,9 @@ class Scheduler:
     def _load(
         self, state: RequestState, lookup: PendingLookup | None, start: int, tokens: int, blocks: Tables
     ) -> LoadTask:
-        """The load of `tokens` tokens that were found.
+        """Return the load of `tokens` found tokens from token `start` on.
 
-        `lookup`: None where a reset came between answer and blocks. That load fails, and vLLM computes.
+        `lookup` is None after a reset between answer and blocks: the load fails, and vLLM computes them.
         """
         state.admitted = None if lookup is None else self._least(lookup)
         state.start, stop, chunk = start, start + tokens, self.chunk_tokens
@@ -463,15 +463,15 @@ class Scheduler:
 
     def _whole(self, request: Any) -> Sequence:
         sequence = self.sequence(request, request.num_tokens)
-        assert sequence is not None  # or it would not have been asked about
+        assert sequence is not None  # else it would not have been looked up
         return sequence
 
     def _take(self, answer: LookupAnswer) -> None:
-        """Note what a rank found."""
+        """Note a rank's answer to a lookup."""
         state = self._requests.get(answer.request_id)
         lookup = None if state is None else state.lookup
         if state is None or lookup is None or lookup.number != answer.number:
-            return  # about an earlier lookup
+            return  # the answer to an earlier lookup
         lookup.answers[answer.rank] = answer
         if found := self._known(state, answer.tokens) // self.chunk_tokens:
             self.on_chunks(state.request, 0, found)
@@ -482,7 +482,7 @@ class Scheduler:
         return len(lookup.answers) == self.ranks
 
     def _least(self, lookup: PendingLookup) -> LookupAnswer:
-        """What every rank can load, with states at the same place. All have answered."""
+        """Return what every rank can load; with states, nothing unless all ranks found the same."""
         answers = lookup.answers.values()
         least = min(answers, key=lambda answer: (answer.tokens, answer.rank))
         if self.states and any(answer.tokens != least.tokens for answer in answers):
@@ -491,31 +491,31 @@ class Scheduler:
         return replace(least, documents=tuple(map(min, documents)))
 
     def _exact(self, lookup: PendingLookup) -> int:
-        """Tokens that every rank can load before the first of fewer bits."""
+        """Return how many leading tokens every rank can load exactly: up to the first with fewer bits."""
         return min(
             sum(size for _, size in takewhile(lambda s: s[0] not in self.approximate, answer.segments))
             for answer in lookup.answers.values()
         )
 
     def _keep_private(self, state: RequestState, first: int) -> None:
-        """Have a request's tokens from `first` on, which will be approximate, be its own. For good."""
+        """Hide a request's approximate blocks, from token `first` on, from other requests for good."""
         assert self.private is not None
         if state.private is None:
             state.private = first
             self.private.begin(state.request, first)
 
     def _saves(self, scheduled: dict[str, int], blocks: Callable[[str], Tables | None]) -> Iterator[SaveTask]:
-        """The chunks that this step completes.
+        """Yield saves of the chunks that this step completes.
 
             tokens     |  chunk 0  |  chunk 1  |  chunk 2  |  chunk 3  |
             computed   [------ before this step -----[ this step [
             saved      [-------- before -------[--- now ---[
                                                first       stop
 
-        A sliding window's older blocks may be gone (-1), even within the first chunk that is saved, as far as
-        they lie a window before the tokens that were computed when it was begun. Whoever resumes at that
-        chunk's end or after it attends to a window before that end, which begins later: the zeros in their
-        place are never read. Chunks before the first may have larger gaps, and are not saved.
+        Blocks that a sliding window has left may be missing (-1), even in the first chunk to save: those that
+        are a window before the tokens computed when that chunk was begun. A reader resumes at the chunk's end
+        or later, and its window begins after the missing blocks: the zeros in their place are never read.
+        Earlier chunks may have larger gaps, and are not saved.
         """
         chunk = self.chunk_tokens
         for request_id, tokens in scheduled.items():
@@ -524,12 +524,12 @@ class Scheduler:
                 continue
             request = state.request
             computed = request.num_computed_tokens
-            # lower than what was saved after a preemption or a failed load: those chunks are computed anew
+            # after a preemption or a failed load, this is lower than `saved`: those chunks are recomputed
             first = min(computed // chunk, computed // chunk if state.saved is None else state.saved)
             if state.saved is None and isinstance(state.handoff, RemotePrefill) and not self.windows:
-                first = 0  # what was received is in no tier
+                first = 0  # received KV is in no tier yet
             if state.saved is None and state.blend is not None and not self.windows:
-                first = min(first, state.blend.exact // chunk)  # nor is what blending computed
+                first = min(first, state.blend.exact // chunk)  # nor is KV that blending computed
             stop = min(computed + tokens, self._known(state, request.num_tokens)) // chunk
             state.saved = max(first, stop)
             if stop <= first:
@@ -542,7 +542,7 @@ class Scheduler:
                 yield SaveTask(request_id, sequence, first, part, state.policy)
 
     def _sends(self, scheduled: dict[str, int], blocks: Callable[[str], Tables | None]) -> Iterator[SendTask]:
-        """What of prompts that are handed off this step completes: whole chunks, and the rest at the end.
+        """Yield what this step completes of prompts to hand off: whole chunks, and the rest at the end.
 
         tokens     |  chunk 0  |  chunk 1  |  chunk 2  |       | the prompt's end
         computed   [------ before this step -----[- this step -[
@@ -570,14 +570,14 @@ class Scheduler:
             yield SendTask(request_id, transfer, address, sequence, first, stop, part, last=stop == whole)
 
     def _retain(self, state: RequestState) -> None:
-        """Have tiers evict what they hold of a request as it wants: what it hits is not saved."""
+        """Apply the request policy's eviction to records that tiers have: hits are not saved again."""
         request, policy = state.request, state.policy
         sequence = self.sequence(request, request.num_tokens) if policy.retains else None
         if sequence is not None:
             self._next.retains.append(RetainTask(sequence, policy))
 
     def _known(self, state: RequestState, tokens: int) -> int:
-        """How many of the first `tokens` tokens may be saved: none that is approximate."""
+        """Return how many of the first `tokens` tokens may be saved: only those with exact KV."""
         if state.policy.store_to == () or not self.stores:
             return 0
         if state.blend is not None and state.blend.private is not None:
@@ -587,7 +587,7 @@ class Scheduler:
         return tokens if self.save_generated else min(tokens, state.request.num_prompt_tokens)
 
     def _to_save(self, request: Any, blocks: Tables, at: int, first: int, stop: int) -> Tables:
-        """The blocks of chunks [first, stop), of states those to be stored; running ones are after `at`."""
+        """Return the blocks of chunks [first, stop), of snapshots those to store; states run at `at`."""
         chunk, prompt = self.chunk_tokens, (request.num_prompt_tokens - 1) // self.chunk_tokens
         tables, end = spread(blocks, self.states, at, chunk), stop * chunk
         part = cut(tables, self.block_tokens, first * chunk, end, 0, end)

@@ -1,4 +1,4 @@
-"""The settings of the connector: what `kv_connector_extra_config` may hold."""
+"""Settings of the connector, given in `kv_connector_extra_config`."""
 
 from __future__ import annotations
 
@@ -18,38 +18,38 @@ WHERE = "kv_connector_extra_config"
 
 
 class BlendSettings(BaseModel):
-    """How requests may be blended: documents reused wherever they stand in a prompt."""
+    """Settings of blending, which reuses documents wherever they stand in a prompt."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, hide_input_in_errors=True)
     ratio: float = Field(
         default=0.15,
-        description="share of reused tokens to compute again, if a request names none",
+        description="share of reused tokens to recompute, for requests that name none",
         ge=0,
         le=1,
     )
-    least_ratio: float = Field(default=0.0, description="the least that a request may name", ge=0, le=1)
+    least_ratio: float = Field(default=0.0, description="lowest ratio that a request may name", ge=0, le=1)
     coverage: float = Field(
         default=1.0,
-        description="fewer are computed again where these have this share of the method's scores",
+        description="fewer tokens are recomputed if those already have this share of the method's scores",
         ge=0,
         le=1,
     )
     methods: tuple[Annotated[str, AfterValidator(served)], ...] = Field(
         default=("question_attention", "first_n"),
-        description="how requests may have tokens chosen, by methods that need the question's attention or "
-        "nothing; the first is that of requests which name none",
+        description="methods that a request may name for selecting the tokens to recompute: those that need "
+        "the question's attention or nothing; the first is the default",
     )
-    max_documents: int = Field(default=256, description="a prompt with more documents is not blended", ge=1)
+    max_documents: int = Field(default=256, description="prompts with more documents are not blended", ge=1)
     unchecked: bool = Field(
         default=False, description="whether to blend a model that has not passed `kvkit doctor --blend`"
     )
     marks: tuple[str, str] | None = Field(
         default=None,
-        description="what stands before and after a document in a prompt that does not say where they are; "
-        "best two special tokens of the model",
+        description="texts before and after each document, for prompts whose requests do not name documents; "
+        "two special tokens of the model work best",
     )
     split: bool = Field(
-        default=False, description="whether prompts without documents are cut into some by their content"
+        default=False, description="whether to cut prompts without documents into some by their content"
     )
 
     @field_validator("methods")
@@ -61,52 +61,56 @@ class BlendSettings(BaseModel):
 
 
 class Settings(BaseModel):
-    """How the connector goes about it; the tiers are in kvkit's own configuration."""
+    """Settings of the connector; the tiers are in kvkit's own configuration."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, hide_input_in_errors=True)
     kvkit_config: str | None = Field(default=None, description="path of kvkit's TOML file")
     kvkit: dict[str, Any] = Field(
         default_factory=dict,
         repr=False,
-        description="the same settings in place; they win over the file's. vLLM logs its options, these "
-        "among them: keep secrets in the file or the environment",
+        description="the same settings inline; they override the file. vLLM logs its options, including "
+        "these: keep secrets in the file or the environment",
     )
     load: Literal["async", "sync", "layerwise"] = Field(
         default="async",
-        description="async: others compute meanwhile; sync: the step waits; layerwise: each layer waits",
+        description="async: other requests compute meanwhile; sync: the step waits for its loads; layerwise: "
+        "each layer waits for its own",
     )
     send: Literal["async", "sync"] = Field(
         default="async",
-        description="async: others compute meanwhile; sync: a step of a prefill engine waits until what it "
-        "computed has arrived, if there is room for it",
+        description="async: other requests compute meanwhile; sync: a prefill engine's step waits until the "
+        "KV that it computed has arrived, if the receiver has room for it",
     )
     record_ranks: int | None = Field(
         default=None,
-        description="a record holds the KV heads of one of so many ranks, none: of this engine's; engines of "
-        "every tensor-parallel size that divides it share records, larger ones read parts and store none",
+        description="number of ranks to divide the KV heads by: a record holds the heads of one; none: this "
+        "engine's number of ranks. Engines share records if their tensor-parallel size divides this number; "
+        "larger engines read parts of records and store none",
         ge=1,
         le=1024,
     )
     record_stages: int | None = Field(
         default=None,
-        description="a record holds the layers of one of so many pipeline stages; engines that have it share "
-        "records, whatever their stages, where each has whole records; none: a pipeline shares with its like",
+        description="number of stages to divide the layers by: a record holds the layers of one. Engines "
+        "with the same value share records, whatever their own number of stages, if each stage has whole "
+        "records; none: pipelines share records only with pipelines like theirs",
         ge=1,
         le=1024,
     )
     snapshot_every: int = Field(
         default=1,
-        description="where a model has states: chunks from one stored snapshot of them to the next, besides "
-        "that at a prompt's end; 0: that one alone",
+        description="for models with states: chunks from one stored snapshot to the next, in addition to the "
+        "snapshot at a prompt's end; 0: only that one",
         ge=0,
     )
-    save_generated: bool = Field(default=True, description="store chunks with generated tokens, too")
+    save_generated: bool = Field(default=True, description="whether to store chunks with generated tokens")
     handoff_timeout_s: float = Field(
-        default=30.0, description="seconds that a request waits for what a prefill engine sends", gt=0, le=600
+        default=30.0, description="seconds that a request waits for a prefill engine's KV", gt=0, le=600
     )
     prefill_tokens_per_s: float | None = Field(
         default=None,
-        description="how fast the engine computes prompts, none: as measured; slower tiers are left out",
+        description="speed at which the engine computes prompts; none: as measured. Tiers that load more "
+        "slowly are left out",
         gt=0,
     )
     lookup_timeout_s: float = Field(
@@ -117,12 +121,12 @@ class Settings(BaseModel):
 
 
 def read_settings(extra: Mapping[str, Any]) -> tuple[Settings, Config]:
-    """The connector's settings, and kvkit's configuration, of a `kv_connector_extra_config`.
+    """Read the connector's settings and kvkit's configuration from a `kv_connector_extra_config`.
 
-    `requests` has the tiers of the policy where it names none.
+    If `requests` names no tiers, it gets the policy's.
 
     Raises:
-        ConfigError: a setting is unknown or impossible, or there are no tiers.
+        ConfigError: a setting is unknown or impossible, or there are neither tiers nor a handoff.
     """
     try:
         settings = Settings(**extra)
@@ -137,10 +141,10 @@ def read_settings(extra: Mapping[str, Any]) -> tuple[Settings, Config]:
 
 
 def _limits(given: RequestLimits, config: Config) -> RequestLimits:
-    """`given` with what was left out filled in.
+    """Return `given` with missing tiers filled in from the policy.
 
     Raises:
-        ConfigError: it names a tier that does not exist.
+        ConfigError: `given` names a tier that does not exist.
     """
     policy = in_effect(config.resolved_policy(), [n for n, tier in config.tiers.items() if tier.in_memory])
     own = {"load_from": policy.retrieve_from, "store_to": policy.store_to}

@@ -1,4 +1,4 @@
-"""How long vLLM lets an engine end, beside how long its cache may take to close."""
+"""Compare the time that vLLM allows an engine to shut down with the time that its cache may take to close."""
 
 from __future__ import annotations
 
@@ -12,11 +12,14 @@ from kvkit.config import Config
 log = logging.getLogger(__name__)
 
 KILLED_AFTER_S = 4.0
-"""Seconds from vLLM's SIGTERM to a worker's process until its SIGKILL (`MultiprocExecutor`)."""
+"""Seconds between vLLM's SIGTERM and its SIGKILL to a worker's process (`MultiprocExecutor`)."""
 
 
 def limit_s(config: Config, vllm_config: Any) -> float:
-    """How long a worker's cache may take to close: in a process of its own, ended before vLLM kills that."""
+    """Return the seconds that a worker's cache may take to close.
+
+    If the worker has its own process, this ends before vLLM kills the process.
+    """
     if not _in_processes(vllm_config):
         return config.shutdown_timeout_s
     granted = compat.worker_shutdown_s() + KILLED_AFTER_S
@@ -24,7 +27,7 @@ def limit_s(config: Config, vllm_config: Any) -> float:
 
 
 def tell(config: Config, vllm_config: Any) -> None:
-    """Log where vLLM kills an engine before its caches may have saved what they have to."""
+    """Log a hint if vLLM may kill the engine before its caches have saved everything."""
     needed = config.shutdown_timeout_s
     limits = {"--shutdown-timeout": int(getattr(vllm_config, "shutdown_timeout", 0))}
     if _in_processes(vllm_config):
@@ -44,5 +47,5 @@ def tell(config: Config, vllm_config: Any) -> None:
 
 
 def _in_processes(vllm_config: Any) -> bool:
-    """Whether workers have processes of their own, which vLLM's `MultiprocExecutor` ends."""
+    """Return whether workers have processes of their own, which vLLM's `MultiprocExecutor` ends."""
     return bool(vllm_config.parallel_config.distributed_executor_backend == "mp")

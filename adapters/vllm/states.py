@@ -1,9 +1,9 @@
-"""vLLM's pages of states: layers that keep what stands for all tokens so far (Mamba, linear attention).
+"""vLLM's pages of states: layers that keep one state for all tokens so far (Mamba, linear attention).
 
-    "align"   entry i of the block table: the state after the block's last token, where a step ended there
+    "align"   entry i of the block table: the state after the block's last token, if a step ended there
     "none"    the only entry: the state after the last step
 
-The first is vLLM's mode with its own prefix caching, the second without.
+vLLM uses the mode "align" with its own prefix caching, and "none" without.
 """
 
 from __future__ import annotations
@@ -18,31 +18,35 @@ from kvkit.settings import ConfigError
 
 
 def check_state(name: str, spec: MambaSpec, hash_tokens: int | None) -> None:
-    """
+    """Check that a block's place in the block table determines which state it holds.
+
     Args:
-        hash_tokens: what vLLM's own prefix cache counts in; None: blocks.
+        name: name of the layer.
+        spec: spec of the layer.
+        hash_tokens: unit of vLLM's own prefix cache, in tokens; None: a block.
 
     Raises:
-        ConfigError: which state a block holds cannot be told from its place in the block table.
+        ConfigError: it does not.
     """
     if spec.num_speculative_blocks:
         raise ConfigError(
-            f"layer {name}: a request has {spec.num_speculative_blocks} more states, of drafts: which one is "
-            "a chunk's end's is not known; want no speculative decoding, or an engine without kvkit"
+            f"layer {name}: a request has {spec.num_speculative_blocks} more states, for drafts, and kvkit "
+            "cannot tell which belongs to a chunk's end; want no speculative decoding, or an engine without "
+            "kvkit"
         )
     counts_blocks = hash_tokens in (None, spec.block_size)
     if spec.num_prefill_checkpoint_blocks and not (runs(spec) or counts_blocks):
         raise ConfigError(
             f"layer {name}: its prefix cache counts in {hash_tokens} tokens and has states in blocks of "
-            f"{spec.block_size}; want both alike (prefix_match_unit), or an engine without kvkit"
+            f"{spec.block_size}; want both equal (prefix_match_unit), or an engine without kvkit"
         )
 
 
 def table_tokens(spec: MambaSpec, chunk_tokens: int) -> int:
-    """Tokens that an entry of a table stands for, as kvkit sees it: those of a chunk.
+    """Return the tokens that kvkit counts per entry of a table of states: those of a chunk.
 
     Raises:
-        ConfigError: vLLM keeps states at other places than the ends of chunks.
+        ConfigError: vLLM keeps states elsewhere than at the ends of chunks.
     """
     if not runs(spec) and spec.block_size != chunk_tokens:
         raise ConfigError(
@@ -53,12 +57,12 @@ def table_tokens(spec: MambaSpec, chunk_tokens: int) -> int:
 
 
 def runs(spec: KVCacheSpec) -> bool:
-    """Whether a request has one state, which goes on from step to step."""
+    """Return whether a request has one running state, which every step updates."""
     return isinstance(spec, MambaSpec) and spec.mamba_cache_mode != "align"
 
 
 def form_of(spec: MambaSpec, tensor: torch.Tensor, chunk_tokens: int) -> LayerGroup:
-    """The form of one layer alone, as layer 0. `tensor` [B, 1, 1, bytes]: a page is a layer's whole state."""
+    """Return the form of a single layer, as layer 0. `tensor` [B, 1, 1, bytes]: a page is a whole state."""
     parts = zip(spec.dtypes, spec.shapes, strict=True)
     kinds = ",".join(f"{str(dtype).removeprefix('torch.')}{list(shape)}" for dtype, shape in parts)
     size = tensor[0].numel() * tensor.element_size()
@@ -68,10 +72,13 @@ def form_of(spec: MambaSpec, tensor: torch.Tensor, chunk_tokens: int) -> LayerGr
 def spread(
     blocks: tuple[list[int], ...], running: Mapping[int, bool], at: int, chunk_tokens: int
 ) -> tuple[list[int], ...]:
-    """Block tables that have a block per chunk also of states that run: these are after token `at`.
+    """Return block tables with one block per chunk for running states too.
 
     Args:
-        running: the numbers of the tables of states, and whether these run.
+        blocks: a request's block tables.
+        running: numbers of the tables of states, and whether these run.
+        at: number of tokens that the running states stand for.
+        chunk_tokens: tokens of a chunk.
     """
     place = 0 if at % chunk_tokens else at // chunk_tokens
     return tuple(

@@ -1,7 +1,7 @@
-"""What the connector reports to vLLM's logger and Prometheus endpoint, as `METRICS` lists it.
+"""Statistics that the connector reports to vLLM's logger and Prometheus endpoint (see `METRICS`).
 
-Each rank has its share of a token's KV: add up bytes, but not tokens, which are the same for all ranks unless
-one of them lost records.
+Each rank has its share of a token's KV: add up the ranks' bytes, but not their tokens. Tokens are the same
+for all ranks unless one of them lost records.
 """
 
 from __future__ import annotations
@@ -23,25 +23,25 @@ from kvkit.moving.sequence import formats_of
 METRICS = """\
 | metric | labels | meaning |
 |---|---|---|
-| vllm:kvkit_lookup_tokens | rank | tokens of whole chunks that were asked for |
-| vllm:kvkit_hit_tokens | rank, tier | tokens that a lookup found |
-| vllm:kvkit_approximate_tokens | rank, tier | those of them that are kept with fewer bits |
-| vllm:kvkit_loaded_tokens | rank, tier | tokens of records put into vLLM's pages, by their tier |
-| vllm:kvkit_stored_tokens | rank, tier | tokens put completely, written-back ones too; not those handed off |
-| vllm:kvkit_loaded_bytes | rank, tier | bytes put into vLLM's pages |
-| vllm:kvkit_stored_bytes | rank, tier | bytes that were put completely |
-| vllm:kvkit_load_errors | rank | loads that brought less than was promised |
-| vllm:kvkit_handoffs_refused | rank | requests whose `do_remote_decode` or `…_prefill` did nothing here |
-| vllm:kvkit_saves_called_off | rank | saves that a step had to call off, as slots were short |
-| vllm:kvkit_blend_exact_tokens | rank | tokens of blended prompts whose KV is that of a full prefill |
-| vllm:kvkit_blend_reused_tokens | rank | those whose KV was found elsewhere and moved, selected ones too |
-| vllm:kvkit_blend_selected_tokens | rank | reused ones that were computed again |
-| vllm:kvkit_blend_computed_tokens | rank | those without KV, which were computed |
-| vllm:kvkit_blend_seconds | rank, stage | of blends: load, place (a part of load), choose, rows |
+| vllm:kvkit_lookup_tokens | rank | tokens of whole chunks that were looked up |
+| vllm:kvkit_hit_tokens | rank, tier | tokens that lookups found |
+| vllm:kvkit_approximate_tokens | rank, tier | tokens that lookups found in records with fewer bits |
+| vllm:kvkit_loaded_tokens | rank, tier | tokens loaded into vLLM's pages, by the tier they came from |
+| vllm:kvkit_stored_tokens | rank, tier | tokens of complete puts, write-backs included, handoffs excluded |
+| vllm:kvkit_loaded_bytes | rank, tier | bytes loaded into vLLM's pages |
+| vllm:kvkit_stored_bytes | rank, tier | bytes of complete puts |
+| vllm:kvkit_load_errors | rank | loads that returned less than was promised |
+| vllm:kvkit_handoffs_refused | rank | requests whose `do_remote_decode` or `…_prefill` was ignored |
+| vllm:kvkit_saves_called_off | rank | saves that a step called off because slots were short |
+| vllm:kvkit_blend_exact_tokens | rank | tokens of blended prompts with the KV of a full prefill |
+| vllm:kvkit_blend_reused_tokens | rank | tokens with KV found elsewhere and moved, selected ones included |
+| vllm:kvkit_blend_selected_tokens | rank | reused tokens that were recomputed |
+| vllm:kvkit_blend_computed_tokens | rank | tokens of blended prompts without KV, which were computed |
+| vllm:kvkit_blend_seconds | rank, stage | seconds by stage: load, place (a part of load), choose, rows |
 | vllm:kvkit_load_bytes_per_second | rank | histogram: throughput of a request's load |
-| vllm:kvkit_store_bytes_per_second | rank | histogram: throughput of a save out of vLLM's pages |
+| vllm:kvkit_store_bytes_per_second | rank | histogram: throughput of a save from vLLM's pages |
 """
-"""vLLM's own labels (model_name, engine) come before these."""
+"""Table of the metrics. vLLM's own labels (model_name, engine) come before these labels."""
 
 
 class Stats(KVConnectorStats):  # type: ignore[misc]  # vLLM is not typed for mypy
@@ -54,7 +54,7 @@ class Stats(KVConnectorStats):  # type: ignore[misc]  # vLLM is not typed for my
         self.data = {}
 
     def aggregate(self, other: KVConnectorStats) -> Stats:
-        """Add what `other` counted. Mutates and returns this."""
+        """Add the counts of `other`. Mutates and returns this object."""
         for rank, counted in other.data.items():
             mine = self.data.setdefault(rank, {})
             for name, value in counted.items():
@@ -62,7 +62,7 @@ class Stats(KVConnectorStats):  # type: ignore[misc]  # vLLM is not typed for my
         return self
 
     def reduce(self) -> dict[str, int | float]:
-        """One number each: sums, of tokens the most that a rank has, and the mean of observations."""
+        """Return one number per metric: the sum; of tokens, the highest rank's; of observations, the mean."""
         found: dict[str, int | float] = {}
         for name in dict.fromkeys(name for counted in self.data.values() for name in counted):
             values = [counted[name] for counted in self.data.values() if name in counted]
@@ -84,7 +84,7 @@ def _add(mine: Any, value: Any) -> Any:
 
 
 class PromMetrics(KVConnectorPromMetrics):  # type: ignore[misc]
-    """The metrics as `METRICS` lists them."""
+    """Prometheus metrics, as listed in `METRICS`."""
 
     def __init__(self, *arguments: Any) -> None:
         super().__init__(*arguments)
@@ -99,7 +99,7 @@ class PromMetrics(KVConnectorPromMetrics):  # type: ignore[misc]
             )
 
     def observe(self, transfer_stats_data: dict[str, Any], engine_idx: int = 0) -> None:
-        """Add what an interval counted."""
+        """Add the counts of an interval."""
         for rank, counted in transfer_stats_data.items():
             values = [*self.per_engine_labelvalues[engine_idx], rank]
             for name, value in counted.items():
@@ -115,31 +115,31 @@ class PromMetrics(KVConnectorPromMetrics):  # type: ignore[misc]
 
 
 class Refusals:
-    """Handoffs that the scheduler refused since it was last asked. For its thread alone."""
+    """Number of handoffs that the scheduler refused since the last `take`. For its thread alone."""
 
     def __init__(self) -> None:
         self._count = 0
         self._told: set[str] = set()
 
     def add(self) -> None:
-        """Count one."""
+        """Count a refusal."""
         self._count += 1
 
     def first(self, reason: str) -> bool:
-        """Count one; whether none was refused for this reason before."""
+        """Count a refusal. Return whether it is the first for this reason."""
         self.add()
         known = reason in self._told
         self._told.add(reason)
         return not known
 
     def take(self) -> Stats | None:
-        """What was counted since the last call, as rank 0; None if nothing was."""
+        """Return the count since the last call, as rank 0's, or None if it is 0."""
         count, self._count = self._count, 0
         return Stats({"0": {"handoffs_refused": count}}) if count else None
 
 
 class Recorder:
-    """What one rank's cache counted since it was last asked. Thread-safe."""
+    """Statistics of one rank's cache since the last `take`. Thread-safe."""
 
     def __init__(self, cache: Cache) -> None:
         self._cache = cache
@@ -152,14 +152,14 @@ class Recorder:
         self._before = Counts()
 
     def loaded(self, loaded: Loaded, seconds: float, kept: bool) -> None:
-        """Note a load, and whether it brought what was promised."""
+        """Note a load. `kept`: whether it loaded all that was promised."""
         if loaded.tokens:
             self._note(load_bytes_per_second=[loaded.tokens * self._bytes_per_token / seconds])
         if not kept:
             self._note(load_errors=1)
 
     def called_off(self, saves: int) -> None:
-        """Note saves that did not end in time."""
+        """Note saves that did not end in time and were called off."""
         if saves:
             self._note(saves_called_off=saves)
 
@@ -179,7 +179,7 @@ class Recorder:
             self._note(store_bytes_per_second=[stored.new_tokens * self._bytes_per_token / seconds])
 
     def take(self) -> Stats | None:
-        """What was counted since the last call; None if nothing was."""
+        """Return the counts since the last call, or None if there are none."""
         now, before = self._cache.counts(), self._before
         self._before = now
         grown: dict[str, Any] = {"lookup_tokens": now.lookup_tokens - before.lookup_tokens}
@@ -197,6 +197,6 @@ class Recorder:
                 self._told.aggregate(Stats({self._rank: counted}))
 
     def _stored_tokens(self, counts: Counts) -> Counter[str]:
-        """By tier, of all records so far: of an interval's alone, the rest of a chunk would be lost."""
+        """Return tokens by tier from all records so far: rounding per interval would lose parts of chunks."""
         each, records = self._tokens_per_record, counts.stored_records - counts.snapshot_records
         return Counter({t: round(n * each) for t, n in records.items() if t != HANDOFF})

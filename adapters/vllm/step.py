@@ -1,6 +1,6 @@
-"""What the scheduler's and the workers' sides tell each other: plain data, one message a step.
+"""Messages between the scheduler's and the workers' sides: plain data, one message a step.
 
-StepMetadata   scheduler to every worker: what to look up, bring near, load and save
+StepMetadata   scheduler to every worker: what to look up, prefetch, load and save
 WorkerReport   every worker to the scheduler: what was found, what failed
 """
 
@@ -19,12 +19,15 @@ from kvkit.blend.plan import Selection, Span
 from kvkit.moving.policy import DEFAULT_REQUEST_POLICY, RequestPolicy
 
 Tables = tuple[list[int], ...]
-"""Block ids of a request per KV cache group of vLLM; -1: the block is not there, or not to be touched."""
+"""Block ids of a request per KV cache group of vLLM; -1: the block is missing, or must not be touched."""
 
 
 def cut(tables: Tables, sizes: tuple[int, ...], first: int, last: int, start: int, stop: int) -> Tables:
-    """The blocks of tokens [first, last), of `sizes` tokens; -1: vLLM's null block, and what is outside of
-    [start, stop)."""
+    """Return the blocks of tokens [first, last), with -1 for null blocks and those outside [start, stop).
+
+    Args:
+        sizes: tokens of a block, by table.
+    """
     return tuple(
         [
             block if block and start <= i * size < stop else -1
@@ -36,9 +39,9 @@ def cut(tables: Tables, sizes: tuple[int, ...], first: int, last: int, start: in
 
 @dataclass(frozen=True, slots=True)
 class PrefetchTask:
-    """Bring near what `sequence` will hit after its first `computed` tokens, which vLLM has.
+    """Prefetch what `sequence` will hit after its first `computed` tokens, which vLLM has.
 
-    For a request that waits for its turn in vLLM's queue: its prompt, or a document in it.
+    The request is waiting in vLLM's queue. `sequence` is its prompt, or a document in the prompt.
     """
 
     request_id: str
@@ -48,10 +51,10 @@ class PrefetchTask:
 
 @dataclass(frozen=True, slots=True)
 class LoadTask:
-    """Load tokens [start, stop) of what the answer `number` found.
+    """Load tokens [start, stop) of what lookup `number` found.
 
-    Both are multiples of the block size, but for the end of what another engine sent. `blocks` begin at the
-    chunk that holds `start`, and have -1 for those before it.
+    `start` and `stop` are multiples of the block size, except at the end of what another engine sent.
+    `blocks` begin at the chunk that holds `start`; blocks before `start` are -1.
     """
 
     request_id: str
@@ -63,18 +66,18 @@ class LoadTask:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class BlendTask:
-    """Complete a prompt's KV but for its last token's, of what the answer `number` found.
+    """Complete a prompt's KV, except for its last token, from what lookup `number` found.
 
     Args:
-        sequence: the whole prompt; after a preemption with what was generated.
-        prefix: the load of what is exact, from what vLLM has on; None: vLLM has all of that.
-        exact: leading tokens that are left as they are, once `prefix` is loaded: their KV is that of a full
-            prefill, or, after a preemption, what this request's first blend made of it.
-        spans: where the lookup's documents stand, as far as every rank found them and behind `exact`.
-        selection: how tokens to recompute are chosen.
-        selected: what was chosen before a preemption, int32 ascending; None: it is to be chosen.
-        blocks: the request's, from token 0 to the last; where it has none (a window has left them out), some
-            that are its own until the blend is over; -1 where no row looks.
+        sequence: the whole prompt; after a preemption, followed by the generated tokens.
+        prefix: load of the exact tokens that vLLM does not have; None: vLLM has all of them.
+        exact: leading tokens that stay as they are once `prefix` is loaded. Their KV is that of a full
+            prefill, or, after a preemption, the result of this request's first blend.
+        spans: places of the lookup's documents, as far as every rank found them and they are behind `exact`.
+        selection: how to choose the tokens to recompute.
+        selected: tokens chosen before a preemption, int32 ascending; None: not chosen yet.
+        blocks: the request's blocks, from token 0 to the last. Blocks that a window has left are replaced by
+            extra ones until the blend is over, or by -1 if no row attends to them.
     """
 
     request_id: str
@@ -90,11 +93,11 @@ class BlendTask:
 
 @dataclass(frozen=True, slots=True)
 class Arrival:
-    """What of a blend was loaded: by one rank, or (`rank` -1, to the workers) by all of them.
+    """Tokens that were loaded for a blend: by one rank, or, with `rank` -1 (to the workers), by all ranks.
 
     Args:
         exact: leading tokens that are exact.
-        documents: leading tokens of each of the lookup's documents, what it was computed behind among them.
+        documents: leading tokens of each of the lookup's documents, the prefix it was computed with included.
     """
 
     request_id: str
@@ -106,12 +109,12 @@ class Arrival:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class BlendDone:
-    """What blending a prompt took, as rank 0 tells it.
+    """Result of blending a prompt, as rank 0 reports it.
 
     Args:
-        exact, reused, computed: tokens by kind, together all of them; reused ones include the selected.
-        spans: the task's, as far as they were placed.
-        selected: int32, positions that were recomputed, ascending.
+        exact, reused, computed: tokens by kind, which add up to all tokens; selected ones count as reused.
+        spans: the task's spans, as far as they were placed.
+        selected: recomputed positions, int32 ascending.
         seconds: by stage: load, place, choose, rows.
     """
 
@@ -129,8 +132,8 @@ class SaveTask:
     """Store the whole chunks of `sequence` from chunk `first` on, where `blocks` begin.
 
     Args:
-        policy: what the request wants.
-        last: it has ended, and its blocks are kept until this is done.
+        policy: the request policy.
+        last: whether the request has ended, so that its blocks are kept until this save is done.
     """
 
     request_id: str
@@ -143,7 +146,7 @@ class SaveTask:
 
 @dataclass(frozen=True, slots=True)
 class RetainTask:
-    """Have what tiers hold of `sequence` evicted as its request wants, although nothing of it is saved."""
+    """Apply the request policy's eviction to the records of `sequence` that tiers hold, without a save."""
 
     sequence: Sequence
     policy: RequestPolicy
@@ -151,14 +154,14 @@ class RetainTask:
 
 @dataclass(frozen=True, slots=True)
 class SendTask:
-    """Send a prompt's KV to the decode engine, as the transfer `transfer`, from token `first` on.
+    """Send tokens [first, stop) of a prompt's KV to the decode engine, as the transfer `transfer`.
 
     Args:
-        address: where the decode engine's ranks listen.
-        sequence: what of the prompt is sent.
-        first: a multiple of the chunk size; `blocks` begin there.
-        stop: one past the last token of this piece; a multiple of the chunk size, but at the prompt's end.
-        last: nothing more is sent after it.
+        address: address of the decode engine's ranks.
+        sequence: all that is sent of the prompt, in one or more pieces.
+        first: first token of this piece, a multiple of the chunk size; `blocks` begin there.
+        stop: one past the last token of this piece; a multiple of the chunk size, except at the prompt's end.
+        last: whether this is the last piece.
     """
 
     request_id: str
@@ -173,18 +176,19 @@ class SendTask:
 
 @dataclass
 class StepMetadata(KVConnectorMetadata):  # type: ignore[misc]  # vLLM is not typed for mypy
-    """What one step of the engine is to do besides computing.
+    """Work of one engine step besides computing.
 
     Attributes:
-        computed: tokens that are computed.
-        preempted: requests lost their blocks.
-        idle: nothing is computed, so that there is time to wait for lookups and loads.
-        arrivals: blends that every rank can go on with, in this order.
-        cancelled_prefetches: requests whose prefetch is to end: they wait no more.
-        released_transfers: transfers from prefill engines that nobody waits for any more.
-        acked_failure_step: the last step whose failed load the scheduler knew of when it made this one.
-        epoch: changes when everything cached until then is to be forgotten.
-        ended: requests that are over, and the tokens of their prompts.
+        number: number of the step.
+        cancelled_prefetches: ids of requests that have left the queue; their prefetches are cancelled.
+        arrivals: blends that every rank can continue, in this order.
+        computed: number of tokens that the step computes.
+        preempted: whether requests have lost their blocks.
+        idle: whether the step computes nothing, so that there is time to wait for lookups and loads.
+        released_transfers: transfers from prefill engines that no request waits for any more.
+        acked_failure_step: last step with a failed load that the scheduler knew of when it planned this one.
+        epoch: name of the epoch. When it changes, workers forget all earlier KV.
+        ended: ended requests, and the tokens of their prompts.
     """
 
     number: int = 0
@@ -208,9 +212,9 @@ class StepMetadata(KVConnectorMetadata):  # type: ignore[misc]  # vLLM is not ty
 
 @dataclass(frozen=True, slots=True)
 class NamedChunks:
-    """The records that a rank has of chunks `first` and so on of a request, a tuple for each chunk.
+    """Names of a rank's records of a request's chunks from `first` on, one tuple per chunk.
 
-    `epoch`: that of the step in which it named them.
+    `epoch`: epoch of the step in which the rank reported them.
     """
 
     rank: int
@@ -222,7 +226,7 @@ class NamedChunks:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Listed:
-    """Chunks that a rank's tiers held when it was started; `is_all`: there is no more that could be hit."""
+    """Chunks that a rank's tiers held at its start; `is_all`: no other chunks can be hit."""
 
     rank: int
     epoch: str
@@ -232,16 +236,16 @@ class Listed:
 
 @dataclass
 class WorkerReport(KVConnectorWorkerMetadata):  # type: ignore[misc]
-    """What happened since the last report, of one rank or of several.
+    """Events since the last report, of one rank or several.
 
     Attributes:
-        failed: requests of which less was loaded than was promised.
-        failed_step: the last step in which a load that the step waited for failed; 0 for none.
-        named, changes: what is saved or was found, and what a rank's tiers hold since, if anyone wants to
-            know.
-        watches: None: what tiers were told to hold stays. Otherwise that is void, and all of it is told from
-            now on (True), or they may hold what is not (False), until all of it was `listed`.
-        new_weights: the epoch in which the model's weights changed; None: they did not.
+        failed: requests for which less was loaded than was promised.
+        failed_step: last step that waited for a load that failed; 0: none.
+        named: names of records that are saved or were found, if the workers report what tiers hold.
+        changes: changes to what each rank's tiers hold, on the same condition.
+        watches: None: earlier reports of what tiers hold stay valid. Otherwise they are void, and new reports
+            are complete (True), or incomplete until all that tiers hold was `listed` (False).
+        new_weights: epoch in which the model's weights changed; None: they did not.
     """
 
     answers: list[LookupAnswer] = field(default_factory=list)
@@ -256,7 +260,7 @@ class WorkerReport(KVConnectorWorkerMetadata):  # type: ignore[misc]
     new_weights: str | None = None
 
     def aggregate(self, other: KVConnectorWorkerMetadata) -> WorkerReport:
-        """Both reports as one. Mutates neither."""
+        """Return both reports as one. Mutates neither."""
         assert isinstance(other, WorkerReport)
         watches = [one for one in (self.watches, other.watches) if one is not None]
         return WorkerReport(

@@ -1,4 +1,4 @@
-"""Requests that say a given text: what the model would have said at each of its tokens is written down."""
+"""Make requests generate a given text, and record the model's own predictions at each of its tokens."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ import torch
 from vllm.v1.sample.logits_processor import AdapterLogitsProcessor
 
 FOLLOW = "kvkit_follow"
-"""In a request's `extra_args`: the tokens that it is to say, and a file for the log probabilities of all."""
+"""Key in a request's `extra_args`, with the tokens to generate and a file for their log probabilities."""
 
 _Follow = Callable[[list[int], torch.Tensor], torch.Tensor]
 
 
 class TeacherForcedText(AdapterLogitsProcessor):  # type: ignore[misc]  # vLLM is not typed for mypy
-    """Has a request say given tokens, and writes the log probabilities [tokens, V] before each to a file."""
+    """Force a request's tokens, and write the model's log probabilities at each, [tokens, V], to a file."""
 
     def is_argmax_invariant(self) -> bool:
         return False
@@ -29,7 +29,7 @@ class TeacherForcedText(AdapterLogitsProcessor):  # type: ignore[misc]  # vLLM i
 
         def follow(output: list[int], logits: torch.Tensor) -> torch.Tensor:
             at = len(output)
-            if at >= len(told["tokens"]):  # a step ahead of the request's end
+            if at >= len(told["tokens"]):  # a step that vLLM scheduled past the request's end
                 return logits
             said[at] = logits.float().log_softmax(-1).cpu()
             if at == len(told["tokens"]) - 1:

@@ -1,4 +1,4 @@
-"""The workers' side: lookups, loads and saves of one rank, carried out by its `Cache`."""
+"""The workers' side: one rank's lookups, loads and saves, carried out by its `Cache`."""
 
 from __future__ import annotations
 
@@ -54,25 +54,25 @@ from kvkit.workers import Transfer
 log = logging.getLogger(__name__)
 
 IDLE_WAIT_S = 0.01
-"""How long a step that computes nothing waits for a lookup or a load, so that the engine does not spin."""
+"""Seconds that an idle step waits for a lookup or a load, so that the engine does not spin."""
 LISTED_AT_ONCE = 32
-"""Chunks that tiers held before, which one step tells the scheduler of."""
+"""Number of chunks from before the start that one step reports to the scheduler."""
 SAVE_WAIT_S = 0.25
-"""How long a step waits for the last one's saves while there are too few slots, before it calls them off."""
+"""Seconds that a step waits for the last step's saves while slots are short, before it calls them off."""
 
 
 class Worker:
-    """One rank's cache, and what is under way between it and vLLM's pages. For the thread that runs steps.
+    """One rank's cache, and its transfers from and to vLLM's pages. For the thread that runs steps.
 
     Args:
-        config: the tiers.
-        settings: how to load.
-        layout: of vLLM's KV cache.
-        groups: where it lies, an entry per group of the layout.
-        namespace: this rank's, without LoRA and salt.
-        tells_stores: whether reports say what tiers hold.
-        served: what requests call the base model, where they may name adapters, too; None: it has any name.
-        loras: the adapters of this worker; None where there are none.
+        config: kvkit's configuration.
+        settings: the connector's settings.
+        layout: layout of vLLM's KV cache.
+        groups: pages of the KV cache, an entry per group of the layout.
+        namespace: namespace of this rank, without LoRA and salt.
+        tells_stores: whether to report what tiers hold.
+        served: names of the base model in requests, if these may name adapters; None: any name.
+        loras: adapters of this worker; None: there are none.
 
     Raises:
         ConfigError: a setting is impossible for this model.
@@ -145,8 +145,8 @@ class Worker:
         self._saving: list[Transfer[Stored]] = []
         self._patience_s = SAVE_WAIT_S
         self._kept: set[str] = set()  # requests whose blocks stay for their last save
-        self._freed: set[str] = set()  # those whose save or transfer is over, until `finish` tells
-        self._lengths: dict[str, int] = {}  # tokens, of requests that have ended, until `finish`
+        self._freed: set[str] = set()  # those whose save or transfer is over, until `finish` reports them
+        self._lengths: dict[str, int] = {}  # prompt tokens of ended requests, until `finish`
         self._invalid: set[int] = set()
         self._report = WorkerReport()
         self._changes = Changes()
@@ -162,10 +162,10 @@ class Worker:
         self._began = time.monotonic()
 
     def open_blending(self, runner: Any) -> None:
-        """Have prompts blended by vLLM's model runner, which has its pages. Mutates pages: none is in use.
+        """Set up blending by vLLM's model runner, once it has its pages. Mutates pages: none is in use yet.
 
         Raises:
-            BlendError: this model, or how it is run, cannot be blended.
+            BlendError: prompts of this model, or as the engine runs it, cannot be blended.
         """
         rows, ropes = open_rows(runner)
         pages = PagesOfLayers(rows)
@@ -187,10 +187,10 @@ class Worker:
         return self.namespaces.current
 
     def settle(self) -> None:
-        """See to it that no save reads the pages any more: before anything may write to them.
+        """Make all saves stop reading the pages, before anything may write to them.
 
-        Copies and the forward pass that they wait for are waited for; tiers that do not give slots back are
-        not.
+        Waits for copies, and for the forward pass that they depend on, but not for tiers that do not free
+        their slots: such saves are called off.
         """
         until = time.monotonic() + self.cache.timeout_s
         while wait(self._saving, self._patience_s).not_done:
@@ -200,7 +200,7 @@ class Worker:
         for transfer in late:
             transfer.release_pages()
         self.stats.called_off(len(late))
-        if self._saving:  # a tier that keeps up the saves shall not keep up every step as long
+        if self._saving:  # a slow tier must not delay every step as long
             self._patience_s = max(self._patience_s / 2, SAVE_WAIT_S / 32) if late else SAVE_WAIT_S
         self._saving.clear()
         for request_id in self._kept:
@@ -209,22 +209,22 @@ class Worker:
         self._kept.clear()
 
     def vacate(self) -> None:
-        """See to it that nothing reads the pages any more, what is handed off included: it is copied."""
+        """Make saves and handoffs stop reading the pages; what handoffs still need is copied."""
         self.settle()
         if self._prompts is not None:
             self._prompts.release_pages()
 
     def weights_changed(self) -> None:
-        """Note that the model's weights are others now: KV of before is neither loaded, saved nor sent.
+        """Note that the model's weights changed: no KV is loaded, saved or sent any more.
 
-        Nor is any other, until the scheduler has heard of it and begins another epoch.
+        This lasts until the scheduler has received the report of it and begins another epoch.
         """
         self._stop_using_kv()
         self.namespaces.stale = True
         self._report.new_weights = self._epoch
 
     def release_pages(self) -> None:
-        """Return when nothing reads or writes the pages, nor will until `restore_pages`."""
+        """Stop all reads and writes of the pages until `restore_pages`, and wait for those in flight."""
         self.vacate()
         self._stop_using_kv()
         for _, load in self._loading.values():
@@ -235,19 +235,19 @@ class Worker:
         self.namespaces.asleep = True
 
     def restore_pages(self) -> None:
-        """Use the pages again. What they hold is no KV."""
+        """Use the pages again. Their contents are no KV."""
         self.namespaces.asleep = False
 
     def _stop_using_kv(self) -> None:
-        """Forget all that was found, and send no more of what has begun."""
+        """Drop all lookups, and cancel prefetches and sends."""
         self._lookups.clear()
         self._prefetches.end_all()
         if self._prompts is not None:
             self._prompts.cancel_all()
 
     def begin(self, step: StepMetadata) -> None:
-        """Start the lookups and prefetches of a step, and ask for room for what it will send."""
-        if self._windows:  # a window that moves on leaves blocks to others while their request goes on
+        """Start the lookups and prefetches of a step, and ask receivers for room for what it will send."""
+        if self._windows:  # other requests may get blocks that a running request's window has left
             self.vacate()
         else:
             self.settle()
@@ -255,7 +255,7 @@ class Worker:
             self._forget(step.epoch)
         self._number = step.number
         self._lengths.update(step.ended)
-        # with drafts, vLLM asks what is finished before it has anything saved
+        # with drafts, vLLM calls `finish` before `save`
         self._kept.update(save.request_id for save in step.saves if save.last)
         if self._receiver is not None:
             for transfer in step.released_transfers:
@@ -282,19 +282,19 @@ class Worker:
                 self._prompts.begin(
                     send.request_id, send.transfer, send.address, prompt.tokens, space, prompt.rest
                 )
-            # memory of a peer is not pinned for a GPU, which copies faster into what is
+            # a peer's memory is not pinned, and a GPU copies faster into pinned memory
             self._prompts.compute({} if self._cuda else self._pieces(step))
         self._began = time.monotonic()
 
     def lookup_inline(self, lookup: LookupRequest) -> LookupAnswer | None:
-        """As `Lookups.lookup_inline`, between steps."""
+        """Answer a lookup between steps, as `Lookups.lookup_inline` does."""
         answer = self._lookups.lookup_inline(lookup)
         if answer is not None:
             self._name(self._report, answer.request_id, 0, self._lookups.found(answer.request_id))
         return answer
 
     def start_loads(self, step: StepMetadata) -> None:
-        """Start the loads of a step; where the step waits for them, return when they are done."""
+        """Start the loads and blends of a step; with sync loading, wait until the loads are done."""
         for task in step.loads:
             self._request_stats.begin(task.request_id)
             hit = self._lookups.claim(task.request_id, task.number)
@@ -311,25 +311,25 @@ class Worker:
             self._finish_all()
 
     def wait_for_layer(self, name: str) -> None:
-        """Return when a layer is loaded, for every load of this step."""
+        """Wait until every load of this step has loaded the layer `name`."""
         for _, load in self._loading.values():
             for number in load.layers or ():
                 if number == self._layers[name]:
                     break
 
     def computed(self, name: str) -> None:
-        """A layer of this step is computed."""
+        """Note that this step has computed the layer `name`."""
         if self._prompts is not None and name in self._layers:
             self._prompts.computed(self._layers[name])
 
     def save(self, step: StepMetadata) -> None:
-        """Start the saves of a step; they read the pages until `settle`."""
+        """Start the saves and sends of a step. Saves read the pages until `settle`."""
         if self._settings.load == "layerwise":
             self._finish_all()
         if self._failed_step > step.acked_failure_step:
             if self._prompts is not None:
                 self._prompts.drop()
-            return  # what was computed since may rest on tokens that were not loaded
+            return  # KV computed since may depend on tokens that were not loaded
         if not self._cuda:
             self._speed.note(step.computed, time.monotonic() - self._began)
         reads = bool(step.saves or step.sends)
@@ -351,13 +351,13 @@ class Worker:
             self._rest()
 
     def finish(self, request_ids: set[str]) -> tuple[set[str], set[str], set[str]]:
-        """Forget requests, and take blends further.
+        """Forget requests, and advance blends.
 
-        Returns those whose loads or blends are done, and those among them that got less.
-
-        The third set is of those whose blocks were kept for a last save, and no longer need to be.
+        Returns:
+            Ids of requests whose loads or blends are done; of those whose loads returned less than was
+            promised; and of those whose blocks a last save or a transfer no longer needs.
         """
-        if self._settings.load == "layerwise":  # with drafts this comes before `save`, and before they run
+        if self._settings.load == "layerwise":  # with drafts, this comes before `save` and the drafts' run
             self._finish_all()
         for request_id in request_ids:
             self._lookups.cancel(request_id)
@@ -365,7 +365,7 @@ class Worker:
                 self._loading[request_id][1].cancel()
             elif self._blends is None or not self._blends.cancel(request_id):
                 self._lookups.release(request_id)
-            if request_id not in self._kept:  # what was to be begun for it has been
+            if request_id not in self._kept:  # nothing more will begin for it
                 self._over(request_id)
         done = {request_id for request_id, (_, load) in self._loading.items() if load.done}
         if self._prompts is not None:
@@ -382,12 +382,12 @@ class Worker:
         return done | blended, failed, sent
 
     def invalid_blocks(self) -> set[int]:
-        """Blocks that were to be loaded since the last call and hold nothing."""
+        """Return the blocks whose loads failed since the last call: their contents are invalid."""
         found, self._invalid = self._invalid, set()
         return found
 
     def report(self) -> WorkerReport | None:
-        """What the scheduler does not know yet."""
+        """Return what happened since the last report, or None if nothing did."""
         self._receive()
         report, self._report = self._report, WorkerReport()
         report.answers = self._lookups.answers()
@@ -405,7 +405,7 @@ class Worker:
         return report if report != WorkerReport() else None
 
     def close(self) -> None:
-        """Finish what was started, but for prefetches, and close the cache: in its `shutdown_timeout_s`."""
+        """Finish what is in flight, except prefetches, and close the cache within `shutdown_timeout_s`."""
         until = time.monotonic() + self.cache.shutdown_timeout_s
         self._prefetches.end_all()
         if self._listing is not None:
@@ -417,19 +417,19 @@ class Worker:
         self.cache.close(max(0.0, until - time.monotonic()))
 
     def _receive(self) -> bool:
-        """Look up what was sent for requests, and came or will not; whether there was any."""
+        """Look up prompts whose transfers arrived or failed. Return whether there were any."""
         self._seen = self._wakes
         return self._lookups.receive()
 
     def _pages(self, blocks: Tables, base: int, start: int, stop: int) -> list[SequencePages]:
-        """Where tokens [start, stop) lie; `blocks` begin with token `base`."""
+        """Return the pages of tokens [start, stop), per layer group; `blocks` begin with token `base`."""
         return [
             group.place(blocks[group.table][(start - base) // group.block_tokens :], stop - start)
             for group in self._groups
         ]
 
     def _save(self, save: SaveTask, ready: Callable[[], object]) -> None:
-        """Store what a request computed; handing off is not this one's business."""
+        """Store chunks that a request computed, in tiers other than a handoff."""
         sequence, began, space = save.sequence, time.monotonic(), self.namespaces.of(save.sequence)
         first = save.first * self._namespace.chunk_tokens
         tokens = self._complete(save, first, len(sequence.tokens))
@@ -457,16 +457,16 @@ class Worker:
         self._saving.append(transfer)
 
     def _name(self, report: WorkerReport, request_id: str, first: int, chunks: Chunks | None) -> None:
-        """Report the names of the records of chunks `first` and so on of a request, if anyone wants them."""
+        """Report the names of a request's records from chunk `first` on, if reports state what tiers hold."""
         if not self._tells_stores or chunks is None:
             return
-        if chunks.formats[0].namespace.revision == self._namespace.revision:  # not of before a reset
+        if chunks.formats[0].namespace.revision == self._namespace.revision:  # not from before a reset
             names = [tuple(chunks.records(i, i + 1)) for i in range(len(chunks))]
             named = NamedChunks(self._namespace.rank, self._epoch, request_id, first, names)
             report.named.append(named)
 
     def _list(self, report: WorkerReport, listing: Listing) -> None:
-        """Report a part of what tiers held before."""
+        """Report the next chunks that tiers held before the start."""
         chunks = listing.take(LISTED_AT_ONCE)
         is_all = listing.done and listing.is_all and self._watches_all
         if listing.done:
@@ -478,7 +478,7 @@ class Worker:
     def _pieces(
         self, step: StepMetadata, ready: Callable[[], object] = lambda: None
     ) -> dict[str, PromptPiece]:
-        """What a step sends, but for what lacks blocks."""
+        """Return the pieces that a step sends, by request id, without those that lack blocks."""
         return {
             send.request_id: PromptPiece(
                 send.first, send.stop, partial(self._pages, send.blocks, send.first), ready, send.last
@@ -488,7 +488,7 @@ class Worker:
         }
 
     def _complete(self, part: SaveTask | SendTask, first: int, stop: int) -> int:
-        """How many of tokens [first, stop) have all of their blocks."""
+        """Return how many leading tokens of [first, stop) have all of their blocks."""
         count = complete_tokens(self._groups, part.blocks, self._namespace.chunk_tokens, first, stop)
         if count < stop - first:
             log.warning(
@@ -497,18 +497,18 @@ class Worker:
         return count
 
     def _finish_all(self) -> None:
-        """End the loads that a step waits for."""
+        """Finish the loads that a step waits for."""
         for request_id in list(self._loading):
             if not self._finish(*self._loading.pop(request_id)):
                 self._failed_step = self._report.failed_step = self._number
 
     def _over(self, request_id: str) -> None:
-        """A request that has ended has nothing begun for it any more."""
+        """Complete an ended request's stats: nothing more will begin for it."""
         if request_id in self._lengths:
             self._request_stats.over(request_id, self._lengths.pop(request_id))
 
     def _finish(self, task: LoadTask, load: PromptLoad) -> bool:
-        """Note how a load ended; whether it kept its promise."""
+        """Note how a load ended. Return whether it loaded all that was promised."""
         end, loaded = load.finish()
         self._lookups.release(task.request_id)
         kept = end == task.stop
@@ -519,42 +519,42 @@ class Worker:
             end = max(end, task.start)
             log.warning("%s: loaded up to token %d of %d", task.request_id, end, task.stop)
             self._report.failed.append(task.request_id)
-            if len(task.blocks) == 1:  # ids mean something in one group only
+            if len(task.blocks) == 1:  # with several groups, block ids are ambiguous
                 size = self._groups[0].block_tokens
                 self._invalid.update(task.blocks[0][(end - load.base) // size :])
                 self._invalid.discard(-1)
         return kept
 
     def _blend_loaded(self, request_id: str, loaded: Loaded, seconds: float, kept: bool) -> None:
-        """Note what was loaded for a blend."""
+        """Note a blend's load."""
         self._lookups.release(request_id)
         self.stats.loaded(loaded, seconds, kept)
         self._request_stats.hit(request_id, loaded.by_tier)
 
     def _blended(self, done: BlendDone) -> None:
-        """Note a blend; the scheduler hears of it from one rank."""
+        """Note a blend that is done; rank 0 reports it to the scheduler."""
         self.stats.blended(done)
         if self._namespace.rank == 0:
             self._report.blended.append(done)
 
     def _forward_done(self, computed: int) -> Callable[[], object]:
-        """What waits until the pages hold what this step computes."""
+        """Return a function that waits until the pages hold what this step computes."""
         device = self._groups[0].pages.device
         event = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]
         event.record(torch.cuda.current_stream(device))
         began = self._began
 
         def wait_for_it() -> None:
-            with torch.cuda.device(device):  # a thread of the cache is on GPU 0 otherwise
+            with torch.cuda.device(device):  # the cache's threads use GPU 0 otherwise
                 event.synchronize()
             self._speed.note(computed, time.monotonic() - began)
 
         return wait_for_it
 
     def _rest(self) -> None:
-        """Wait a little for a transfer, a lookup or a load: step after step would keep a core they need.
+        """Wait briefly for a transfer, a lookup or a load: steps in a loop would take a core that these need.
 
-        What arrives is looked up at once: that takes less than one more step does.
+        Transfers that arrive are looked up at once: that takes less time than another step.
         """
 
         def something() -> bool:
@@ -579,7 +579,7 @@ class Worker:
             self._changed.notify_all()
 
     def _forget(self, epoch: str) -> None:
-        """Have nothing found that was stored before: other weights wrote it. What others use keeps it."""
+        """Begin an epoch: lookups no longer find earlier records. Tiers outside this process keep them."""
         self._epoch = epoch
         if self._listing is not None:
             self._listing.close()

@@ -1,4 +1,4 @@
-"""Whether vLLM writes a token's K and V where its pages say: else records would hold something else."""
+"""Check that vLLM writes a token's K and V into its page: otherwise records would hold something else."""
 
 from __future__ import annotations
 
@@ -12,22 +12,22 @@ from kvkit.settings import ConfigError
 
 _POISON = 0x5A
 _BLOCK = 1
-"""The block that is written to, between two others; no request has any yet."""
+"""The block to write to, between two others. No request has blocks yet."""
 
 
 def check_written(modules: Mapping[str, Any], pages: Mapping[str, torch.Tensor], quantised: bool) -> None:
-    """Check that tokens which vLLM writes into a block fill its page, and nothing beside it.
+    """Check that tokens which vLLM writes into a block fill its page and change nothing else.
 
-    For the start of an engine on a CPU, where the operator, not the tensor, decides where a block is. Mutates
-    three blocks of each kind of layer, and puts back what they held.
+    Called when an engine starts on a CPU, where the operator, not the tensor, decides where a block is.
+    Mutates three blocks of each kind of layer, and restores their contents.
 
     Args:
-        modules: vLLM's attention layers by name, whose pages are bound. Others are not looked at.
+        modules: vLLM's attention layers by name, with their pages bound. Other modules are ignored.
         pages: [B, H, N, C] by layer.
-        quantised: whether K and V are kept in fewer bits than they are computed in, with scales perhaps.
+        quantised: whether K and V are kept in fewer bits than they are computed in, perhaps with scales.
 
     Raises:
-        ConfigError: they do not; names the layer and the setting.
+        ConfigError: the check fails; the message names the layer and the setting.
     """
     known = set()
     for name, held in pages.items():
@@ -45,13 +45,13 @@ def check_written(modules: Mapping[str, Any], pages: Mapping[str, torch.Tensor],
             )
         if len(held) > _BLOCK + 1 and not _fills(module, held, quantised):
             raise ConfigError(
-                f"kv_cache_dtype: {where}: vLLM writes K and V somewhere else than in their block's page; "
+                f"kv_cache_dtype: {where}: vLLM writes K and V outside of their block's page; "
                 "want 'auto', or an engine without kvkit"
             )
 
 
 def _fills(module: Any, pages: torch.Tensor, quantised: bool) -> bool:
-    """Whether the tokens of a block fill its page, and leave its neighbours alone."""
+    """Return whether the tokens of a block fill its page and leave the neighbouring pages unchanged."""
     near = pages[_BLOCK - 1 : _BLOCK + 2]
     before = near.clone()
     near.copy_(torch.full_like(before.view(torch.uint8), _POISON).view(before.dtype))
