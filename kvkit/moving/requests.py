@@ -34,7 +34,7 @@ class RequestLimits(BaseModel):
     )
 
 
-class RequestFields(BaseModel):
+class _RequestFields(BaseModel):
     """The fields of `kv_cache`."""
 
     model_config = ConfigDict(extra="forbid", strict=True, hide_input_in_errors=True)
@@ -59,12 +59,12 @@ def read(given: Any, limits: RequestLimits, where: str, setting: str) -> Request
         ConfigError: a field is unknown, invalid or beyond `limits`.
     """
     if not isinstance(given, dict):
-        choices = ", ".join(RequestFields.model_fields)
+        choices = ", ".join(_RequestFields.model_fields)
         raise ConfigError(f"{where} = {reprlib.repr(given)}: want an object of {choices}")
     try:
-        said = RequestFields.model_validate(given)
+        said = _RequestFields.model_validate(given)
     except ValidationError as error:
-        raise ConfigError(explain(error, RequestFields, f"{where}.")) from error
+        raise ConfigError(explain(error, _RequestFields, f"{where}.")) from error
     if said.store_to and not said.store:
         raise ConfigError(f"{where}.store_to = {reprlib.repr(said.store_to)}: want none with store = false")
     for name in ("load_from", "store_to"):
