@@ -63,7 +63,7 @@ def test_what_fills_its_page_is_right(quantised: bool) -> None:
 )
 def test_what_is_written_elsewhere_is_refused(layer: Any) -> None:
     pages = pages_of()
-    with pytest.raises(ConfigError, match=r"layer b computes torch\.float32.*somewhere else.*want 'auto'"):
+    with pytest.raises(ConfigError, match=r"layer b computes torch\.float32.*outside of their.*want 'auto'"):
         check_written({"b": layer(pages)}, {"b": pages}, quantised=False)
 
 

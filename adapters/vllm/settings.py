@@ -30,7 +30,7 @@ class BlendSettings(BaseModel):
     least_ratio: float = Field(default=0.0, description="lowest ratio that a request may name", ge=0, le=1)
     coverage: float = Field(
         default=1.0,
-        description="fewer tokens are recomputed if those already have this share of the method's scores",
+        description="share of the method's scores at which selection stops, even below the ratio",
         ge=0,
         le=1,
     )
@@ -49,7 +49,7 @@ class BlendSettings(BaseModel):
         "two special tokens of the model work best",
     )
     split: bool = Field(
-        default=False, description="whether to cut prompts without documents into some by their content"
+        default=False, description="whether to cut prompts without documents into documents, by content"
     )
 
     @field_validator("methods")
