@@ -280,7 +280,7 @@ CACHE_MUTANTS = (
         "what could neither be deleted nor looked at takes no room any more",
         OBJECTS,
         """\
-            size: int | None = self.largest  # unless it can be told
+            size: int | None = self.largest  # unless the store reports its size
 """,
         """\
             size: int | None = None
