@@ -76,4 +76,6 @@ def check(name: str, selection: Selection, unless: str) -> None:
     if selection.ratio < measured_with.ratio or selection != replace(measured_with, ratio=selection.ratio):
         raise BlendError(f"blending was measured with {measured_with}, not {selection}: {advice}")
     if passed is not True:
-        raise BlendError(f"blending changes the output of these weights too much ({path}): want others, or set {unless}")
+        raise BlendError(
+            f"blending changes the output of these weights too much ({path}): want others, or set {unless}"
+        )

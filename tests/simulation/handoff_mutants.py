@@ -56,7 +56,7 @@ HANDOFF_MUTANTS = (
         "who closes deadlines may not be heard",
         DEADLINES,
         """\
-            self._changed.clear()  # before it looks: what comes after that is heard at the next wait
+            self._changed.clear()  # before `expire`: a later change ends the next wait
             if self._closed:
                 return
 """,
