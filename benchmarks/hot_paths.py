@@ -40,8 +40,8 @@ def hot_paths(folder: Path, on_disk: int = 4) -> dict[str, Call]:
     """The paths by name, warmed up; no threads but those of the tiers.
 
     Args:
-        on_disk: chunks of a hit from disk. One alone comes in as many calls on every machine: of several, as
-            many are unpacked at once as are read by then.
+        on_disk: chunks of a hit from disk. The calls of one chunk are the same on every machine; several are
+            unpacked in batches that depend on the disk's speed.
     """
     torch.set_num_threads(1)
     memory, disk, stored = Case(THIN, 32, None), Case(SMOLLM2, on_disk, folder), Case(THIN, 32, None)

@@ -126,7 +126,7 @@ class Driven:
             self._pauses += time.thread_time() - self._pause_began
 
     def _hear(self, step: StepMetadata, running: dict[str, Request]) -> None:
-        """Have the last step's lookups answered, its loads and saves done."""
+        """Finish the last step's lookups, loads and saves."""
         report = WorkerReport()
         held = PROMPT // 2
         for ask in step.lookups:

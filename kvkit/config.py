@@ -48,7 +48,7 @@ _PREFIX = "KVKIT_"
 
 
 class PolicyConfig(BaseModel):
-    """Which tiers to retrieve from, store to and write back to, by name. See `kvkit.moving.policy`."""
+    """Names of the tiers to retrieve from, store to and write back to. See `kvkit.moving.policy`."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
     retrieve_from: tuple[str, ...] | None = Field(

@@ -1,4 +1,4 @@
-"""How much CI tries of what `make nightly` tries in full."""
+"""Sizes of tests that CI runs in part and `make nightly` in full."""
 
 from __future__ import annotations
 

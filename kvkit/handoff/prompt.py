@@ -30,9 +30,9 @@ from kvkit.workers import Transfer, Workers
 log = logging.getLogger(__name__)
 
 STORE_WAIT_S = 0.25
-"""How long `release_pages` waits for pending stores before it checks whether slots are short."""
+"""Seconds for which `release_pages` waits for pending stores before it checks for a shortage of slots."""
 ROOM_S = 0.25
-"""How long after a prompt began `wait` expects its receiver to have room.
+"""Seconds from the start of a prompt within which `wait` expects its receiver to have room.
 
 The receiver may have none until a request is answered that this very step completes.
 """

@@ -44,7 +44,7 @@ class Policy:
 
 @dataclass(frozen=True, slots=True)
 class RequestPolicy:
-    """What one request wants of the cache. It accompanies the request's chunks everywhere.
+    """Options of one request for the cache. They accompany the request's chunks everywhere.
 
     Args:
         load_from: tiers to load from, in lookup order; None: the policy's.

@@ -35,7 +35,7 @@ class Phase(StrEnum):
 
 
 Outcome = Literal["done", "refused", "failed"]
-"""How a transfer ended, for counters. A failed one was admitted but did not complete."""
+"""Outcome of a transfer, for counters. A failed one was admitted but did not complete."""
 
 
 @dataclass(frozen=True, slots=True)

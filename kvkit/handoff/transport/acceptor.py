@@ -18,7 +18,7 @@ MAX_STRANGERS = 32
 """Most unauthenticated connections at one address; each takes a thread and a descriptor."""
 
 HANDSHAKE_S = 10.0
-"""How long a peer may take to authenticate."""
+"""Seconds that a peer may take to authenticate."""
 
 GRACE_S = 0.25
 """Shortest time that an unauthenticated peer keeps its place when others wait for it."""
