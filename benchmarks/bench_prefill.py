@@ -14,10 +14,10 @@ from numpy.typing import NDArray
 from kvkit.adapters.huggingface import smollm2
 from kvkit.adapters.huggingface.blended import BlendedModel
 from kvkit.adapters.huggingface.cached import CachedModel
-from kvkit.bench.tasks.registry import samples
-from kvkit.bench.tasks.sample import DOCUMENT_TOKENS
 from kvkit.blend.plan import Selection
 from kvkit.config import load_config
+from kvkit.lab.quality.tasks.registry import samples
+from kvkit.lab.quality.tasks.sample import DOCUMENT_TOKENS
 from timing import interleaved, ratio
 
 CHUNK_TOKENS = 64

@@ -125,7 +125,7 @@ def real_kv() -> torch.Tensor:
     from kvkit.adapters.huggingface import smollm2
     from kvkit.adapters.huggingface.cached import CachedModel
     from kvkit.adapters.huggingface.probe import probe_layout
-    from kvkit.bench.demo import document
+    from kvkit.lab.demo.conversation import document
 
     folder = smollm2.fetch()
     tokenizer = transformers.AutoTokenizer.from_pretrained(folder)

@@ -2,7 +2,7 @@
 
 python -m benchmarks.bench_routing writes results/routing.json.
 
-Traces go through `kvkit.simulate`'s nodes; the router's own functions choose among them: `choose_decode`,
+Traces go through `kvkit.lab.simulate`'s nodes; the router's own functions choose among them: `choose_decode`,
 over what `BlockIndex` made of the nodes' events, which arrive late, or over what the nodes hold just then.
 """
 
@@ -17,11 +17,11 @@ from typing import Any
 import numpy as np
 from pydantic import ByteSize
 
+from kvkit.lab.simulate.config import NodesConfig, SimulatedTier, SimulationConfig
+from kvkit.lab.simulate.model import Node, Report, Simulator
+from kvkit.lab.simulate.traces import GENERATORS, Request, Trace
 from kvkit.router.index import BlockIndex, ClearedBlocks, KVEvent, RemovedBlocks, StoredBlocks
 from kvkit.router.routing import Candidate, RoutingLimits, choose_decode
-from kvkit.simulate.config import NodesConfig, SimulatedTier, SimulationConfig
-from kvkit.simulate.model import Node, Report, Simulator
-from kvkit.simulate.traces import GENERATORS, Request, Trace
 
 NODES, REQUESTS, SEEDS = 8, 4000, (0, 1, 2)
 DELAYS_S = (0.05, 1.0, 10.0)

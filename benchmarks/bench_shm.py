@@ -27,12 +27,12 @@ import numpy as np
 import pytest
 import torch
 
-from kvkit.bench.systems import free_port, serving
 from kvkit.cache import Cache, SequencePages
 from kvkit.format import record as records
 from kvkit.format.layout import KVLayout, LayerGroup, Namespace
 from kvkit.format.record import RecordFormat
 from kvkit.kernels.pages.api import Pages
+from kvkit.lab.serve.systems import free_port, serving
 from kvkit.staging import Lease, Staging, release_all
 from kvkit.tiers.base import Tier
 from kvkit.tiers.memory import MemoryTier

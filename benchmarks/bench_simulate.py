@@ -15,9 +15,9 @@ from typing import Any
 import pytest
 from pydantic import ByteSize
 
-from kvkit.simulate.config import SimulatedTier, SimulationConfig
-from kvkit.simulate.model import simulate
-from kvkit.simulate.traces import GENERATORS, Trace, mixed, read_trace
+from kvkit.lab.simulate.config import SimulatedTier, SimulationConfig
+from kvkit.lab.simulate.model import simulate
+from kvkit.lab.simulate.traces import GENERATORS, Trace, mixed, read_trace
 from kvkit.tiers.eviction.policies import POLICIES
 
 SHARES = (0.02, 0.05, 0.1, 0.2, 0.4)

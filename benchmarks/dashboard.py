@@ -28,11 +28,12 @@ import numpy as np
 
 from benchmarks.tables import ROOT
 from kvkit.adapters.huggingface import smollm2
-from kvkit.bench import memory, pd
-from kvkit.bench.client import connect, drive
-from kvkit.bench.systems import Setup, ended_by_sigterm, free_port, serving, started
-from kvkit.bench.workloads import arriving, chat, rag
 from kvkit.environment import describe, slug
+from kvkit.lab.demo import pd
+from kvkit.lab.serve import memory
+from kvkit.lab.serve.client import connect, drive
+from kvkit.lab.serve.systems import Setup, ended_by_sigterm, free_port, serving, started
+from kvkit.lab.serve.workloads import arriving, chat, rag
 
 STEP_S = 5
 RATE = "20s"

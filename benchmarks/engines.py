@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from kvkit.adapters.huggingface import smollm2
-from kvkit.bench.systems import free_port
+from kvkit.lab.serve.systems import free_port
 
 BLOCK = 128
 """Tokens of vLLM's blocks on a CPU."""

@@ -18,11 +18,11 @@ from typing import Any
 
 from msgspec.structs import replace
 
+from kvkit.lab.simulate.config import SimulationConfig
+from kvkit.lab.simulate.model import Report, simulate
+from kvkit.lab.simulate.report import summary
+from kvkit.lab.simulate.traces import Request, Trace, mixed
 from kvkit.settings import read_toml
-from kvkit.simulate.config import SimulationConfig
-from kvkit.simulate.model import Report, simulate
-from kvkit.simulate.report import summary
-from kvkit.simulate.traces import Request, Trace, mixed
 
 RESULTS = Path(__file__).parent / "results"
 MACHINE = RESULTS / "amd-epyc-2-cores.json"

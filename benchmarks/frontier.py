@@ -21,8 +21,8 @@ from heapq import heappop, heappush
 from typing import Any
 
 from benchmarks.bench_simulate import HERE, REQUESTS, distinct
-from kvkit.simulate.optimum import most_hits
-from kvkit.simulate.traces import GENERATORS, Trace
+from kvkit.lab.simulate.optimum import most_hits
+from kvkit.lab.simulate.traces import GENERATORS, Trace
 from kvkit.tiers.eviction import state as eviction
 
 SHARES = (0.05, 0.1, 0.2)

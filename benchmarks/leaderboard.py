@@ -19,9 +19,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from kvkit.bench.quality import BASELINE
 from kvkit.environment import slug, slug_of
-from kvkit.simulate.report import panels
+from kvkit.lab.quality.comparison import BASELINE
+from kvkit.lab.simulate.report import panels
 
 RESULTS = Path(__file__).parent / "results"
 MODELS = ("smollm2", "gemma")

@@ -23,16 +23,16 @@ from rich.console import Console
 
 from kvkit.adapters.huggingface.blended import paged
 from kvkit.adapters.huggingface.growing import GrowingCache
-from kvkit.bench.files import commit, write_figures
-from kvkit.bench.judge import Judge, load_judge
-from kvkit.bench.tasks.registry import samples
-from kvkit.bench.tasks.sample import Sample
 from kvkit.blend.drift import missed_context
 from kvkit.blend.methods.method import offsets
 from kvkit.blend.plan import Selection
 from kvkit.kernels.attention.api import blend_attention, query_scores, rope_scatter
 from kvkit.kernels.attention.layer import RowTurns
 from kvkit.kernels.attention.rows import Rows
+from kvkit.lab.files import commit, write_figures
+from kvkit.lab.quality.judge import Judge, load_judge
+from kvkit.lab.quality.tasks.registry import samples
+from kvkit.lab.quality.tasks.sample import Sample
 
 TASKS = ("retrieval", "needle keys", "qa", "hops", "code")
 EDGES = (0.25, 0.75, 1.25, 1.75, 2.25, 2.75, 3.25, 3.75, 4.25, 5.25)

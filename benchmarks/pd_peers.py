@@ -32,9 +32,9 @@ import numpy as np
 
 from benchmarks.engines import BLOCK, ENVIRONMENT, TOKEN_BYTES, Engine, Settings, awake
 from kvkit.adapters.huggingface import smollm2
-from kvkit.bench import memory
-from kvkit.bench.systems import ended_by_sigterm, free_port
 from kvkit.environment import describe, version_of
+from kvkit.lab.serve import memory
+from kvkit.lab.serve.systems import ended_by_sigterm, free_port
 
 PROMPT_TOKENS = (12 * BLOCK + 1, 12 * BLOCK + BLOCK // 2)
 OUTPUT_TOKENS = 8

@@ -12,7 +12,8 @@ from typing import Any
 
 from benchmarks import dashboard, leaderboard, resident, timeline, vllm_blend
 from benchmarks.tables import MACHINE, RESULTS, ROOT
-from kvkit.bench import demo, pd
+from kvkit.lab.demo import conversation as demo
+from kvkit.lab.demo import pd
 
 
 def _demo(found: dict[str, Any], path: Path) -> None:

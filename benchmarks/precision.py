@@ -27,14 +27,14 @@ from rich.console import Console
 from benchmarks.timing import interleaved
 from kvkit import load_config, open_cache
 from kvkit.adapters.huggingface.growing import GrowingCache
-from kvkit.bench.judge import MeasuredModel, Measures, figures_of, load_measured
-from kvkit.bench.tasks.registry import SETS, samples
-from kvkit.bench.tasks.sample import Sample
 from kvkit.cache import Cache, SequencePages
 from kvkit.environment import describe
 from kvkit.format.layout import KVLayout, LayerGroup
 from kvkit.kernels.pages import reference
 from kvkit.kernels.pages.api import Pages
+from kvkit.lab.quality.judge import MeasuredModel, Measures, figures_of, load_measured
+from kvkit.lab.quality.tasks.registry import SETS, samples
+from kvkit.lab.quality.tasks.sample import Sample
 
 FORMS: Mapping[str, Mapping[str, str]] = {
     "none": {},

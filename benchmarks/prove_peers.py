@@ -30,8 +30,8 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from kvkit.bench.systems import SAME_CORES, ended_by_sigterm, free_port, serving
 from kvkit.environment import describe, version_of
+from kvkit.lab.serve.systems import SAME_CORES, ended_by_sigterm, free_port, serving
 
 RESULTS = Path(__file__).parent / "results"
 SEED = 1

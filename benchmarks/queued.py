@@ -21,8 +21,8 @@ import numpy as np
 
 from benchmarks.timing import forget
 from kvkit.adapters.huggingface import smollm2
-from kvkit.bench import memory
 from kvkit.environment import describe, version_of
+from kvkit.lab.serve import memory
 
 BLOCK = 128
 """Tokens of vLLM's blocks on a CPU, and here of chunks."""

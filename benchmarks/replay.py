@@ -23,12 +23,12 @@ from typing import Any
 from benchmarks.bench_simulate import distinct
 from benchmarks.engines import ENVIRONMENT
 from kvkit.adapters.huggingface import smollm2
-from kvkit.bench.replay import prompts_alone
-from kvkit.bench.systems import free_port, serving
 from kvkit.environment import describe, version_of
-from kvkit.simulate.config import SimulationConfig
-from kvkit.simulate.model import simulate
-from kvkit.simulate.traces import trace_of
+from kvkit.lab.serve.replay import prompts_alone
+from kvkit.lab.serve.systems import free_port, serving
+from kvkit.lab.simulate.config import SimulationConfig
+from kvkit.lab.simulate.model import simulate
+from kvkit.lab.simulate.traces import trace_of
 
 TRACES = {"chat": 200, "mixed": 40}
 """And how many of their requests are sent."""

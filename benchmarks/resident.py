@@ -19,10 +19,10 @@ from kvkit.environment import describe, slug
 from kvkit.format.layout import KVLayout, Namespace
 from kvkit.format.record import RecordFormat
 from kvkit.kernels.pages.api import Pages
-from kvkit.moving.policy import Policy
 from kvkit.staging import Staging
 from kvkit.tiers.memory import MemoryTier
 from kvkit.tiers.objects import ObjectTier
+from kvkit.transfer.policy import Policy
 
 ROOT = Path(__file__).parent.parent
 CHUNKS, SLOTS = 8, 16

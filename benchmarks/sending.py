@@ -20,10 +20,10 @@ from pathlib import Path
 from urllib.request import Request, urlopen
 
 from kvkit.adapters.huggingface import smollm2
-from kvkit.bench import memory
-from kvkit.bench.systems import Setup, ended_by_sigterm, started
-from kvkit.bench.workloads import random_prefill
 from kvkit.environment import describe
+from kvkit.lab.serve import memory
+from kvkit.lab.serve.systems import Setup, ended_by_sigterm, started
+from kvkit.lab.serve.workloads import random_prefill
 
 PREFILL = 'chunk_tokens = 256\nstaging = "256MiB"\n[handoff]\nrole = "prefill"\n'
 DECODE = """chunk_tokens = 256

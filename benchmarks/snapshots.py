@@ -9,9 +9,9 @@ import json
 from pathlib import Path
 from typing import Any
 
-from kvkit.simulate.config import SimulationConfig
-from kvkit.simulate.report import compare
-from kvkit.simulate.traces import agents, chat, rag
+from kvkit.lab.simulate.config import SimulationConfig
+from kvkit.lab.simulate.report import compare
+from kvkit.lab.simulate.traces import agents, chat, rag
 
 REQUESTS, BLOCK_TOKENS = 2000, 544
 EVERY = (1, 4, 16, 0)

@@ -32,7 +32,7 @@ import aiohttp
 from benchmarks.flat import Flat
 from benchmarks.spells import Spells, options, report, spells_of
 from benchmarks.standin import CALM, prompt_of
-from kvkit.bench.systems import free_port
+from kvkit.lab.serve.systems import free_port
 from tests.openai_engine import Body, text_after
 from tests.servers import Process
 

@@ -36,14 +36,14 @@ import torch
 from benchmarks.flat import Flat
 from benchmarks.spells import Spells, options, report, spells_of
 from kvkit.cache import Cache
-from kvkit.moving.policy import Policy
-from kvkit.moving.sequence import largest_record_bytes
 from kvkit.staging import Staging
 from kvkit.tiers.base import TierError
 from kvkit.tiers.memory import MemoryTier
 from kvkit.tiers.shm.file import pool_path
 from kvkit.tiers.shm.pool import Pool
 from kvkit.tiers.shm.tier import ShmTier
+from kvkit.transfer.policy import Policy
+from kvkit.transfer.sequence import largest_record_bytes
 from tests.engine import Engine, small_layout, small_namespace
 from tests.room import check_room
 

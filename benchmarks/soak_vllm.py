@@ -33,8 +33,8 @@ from benchmarks import faulty_tier
 from benchmarks.flat import Flat
 from benchmarks.spells import Spells, options, report, spells_of
 from kvkit.adapters.huggingface import smollm2
-from kvkit.bench import memory
 from kvkit.environment import version_of
+from kvkit.lab.serve import memory
 from kvkit.staging import Staging, release_all
 from kvkit.workers import Workers
 

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks import leaderboard, soak, tables_gpu, tables_pools, tables_proofs, tables_vllm
-from kvkit.bench.pd import FLOWS, by_tier
+from kvkit.lab.demo.pd import FLOWS, by_tier
 
 ROOT = Path(__file__).parent.parent
 RESULTS = ROOT / "benchmarks" / "results"

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from kvkit.bench.prove.scenarios import SCENARIOS
+from kvkit.lab.prove.scenarios import SCENARIOS
 
 _MOONCAKE = "mooncake-transfer-engine-non-cuda"
 _USES = {

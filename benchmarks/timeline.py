@@ -20,8 +20,8 @@ from unittest import mock
 from benchmarks.timing import forget
 from benchmarks.two_tiers import TwoTiers, by_turns
 from kvkit.environment import describe, slug
-from kvkit.moving import load, sequence
 from kvkit.tiers.objects import ObjectTier
+from kvkit.transfer import load, sequence
 from tests.servers import S3Server
 
 ROOT = Path(__file__).parent.parent

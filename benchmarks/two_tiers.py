@@ -12,12 +12,12 @@ from kvkit.cache import Cache, SequencePages
 from kvkit.format.layout import KVLayout, LayerGroup, Namespace
 from kvkit.format.record import RecordFormat
 from kvkit.kernels.pages.api import Pages
-from kvkit.moving.policy import Policy
 from kvkit.staging import Staging
 from kvkit.tiers.base import Tier
 from kvkit.tiers.memory import MemoryTier
 from kvkit.tiers.objects import ObjectTier
 from kvkit.tiers.settings import TierConfig
+from kvkit.transfer.policy import Policy
 from tests.servers import S3Server
 
 CHUNK_TOKENS, BLOCK_TOKENS = 256, 16

@@ -34,9 +34,9 @@ from numpy.typing import NDArray
 from benchmarks.engines import BLOCK, ENVIRONMENT, TOKEN_BYTES, Answer, Engine, Settings, awake
 from benchmarks.timing import ratio
 from kvkit.adapters.huggingface import smollm2
-from kvkit.bench import memory
-from kvkit.bench.systems import ended_by_sigterm
 from kvkit.environment import describe, version_of
+from kvkit.lab.serve import memory
+from kvkit.lab.serve.systems import ended_by_sigterm
 
 PREFIX, DOCUMENT, QUESTION, COMPUTED = BLOCK, 4 * BLOCK, 21, 5 * BLOCK
 """Tokens of each part of a prompt, and of a prompt that is computed."""

@@ -14,9 +14,11 @@ from pathlib import Path
 from types import NoneType, UnionType
 from typing import Any, Literal, Union, get_args, get_origin
 
+import typer
 from pydantic import BaseModel, ByteSize, SecretStr
 from pydantic.fields import FieldInfo
 from pydantic_core import PydanticUndefined
+from typer.core import TyperGroup
 from typer.main import get_command
 
 import kvkit
@@ -24,13 +26,13 @@ from kvkit.adapters.vllm.settings import BlendSettings, Settings
 from kvkit.cli import app
 from kvkit.config import Config, PolicyConfig, ServerConfig
 from kvkit.handoff.settings import HandoffConfig
-from kvkit.moving.requests import RequestLimits
+from kvkit.lab.simulate import config as simulate
 from kvkit.observe import metrics
 from kvkit.router import metrics as router_metrics
 from kvkit.router.settings import BlendLimits, EngineConfig, RouterConfig
-from kvkit.simulate import config as simulate
 from kvkit.tiers.mooncake import MooncakeOptions
 from kvkit.tiers.settings import TierConfig
+from kvkit.transfer.requests import RequestLimits
 
 ROOT = Path(__file__).parent.parent
 PAGES = (
@@ -44,15 +46,15 @@ PAGES = (
 )
 API = (
     "cache",
-    "moving.sequence",
-    "moving.store",
+    "transfer.sequence",
+    "transfer.store",
     "config",
     "settings",
     "tiers.settings",
     "tiers.registry",
     "tiers.eviction.policies",
     "format.layout",
-    "moving.policy",
+    "transfer.policy",
     "staging",
     "format.keys",
     "format.names",
@@ -101,15 +103,15 @@ API = (
     "adapters.huggingface.smollm2",
     "adapters.huggingface.gemma",
     "adapters.vllm.connector",
-    "simulate.config",
-    "simulate.model",
-    "simulate.optimum",
-    "simulate.traces",
-    "bench.workloads",
-    "bench.judge",
-    "bench.tasks.registry",
+    "lab.simulate.config",
+    "lab.simulate.model",
+    "lab.simulate.optimum",
+    "lab.simulate.traces",
+    "lab.serve.workloads",
+    "lab.quality.judge",
+    "lab.quality.tasks.registry",
     "adapters.vllm.settings",
-    "bench.memory",
+    "lab.serve.memory",
 )
 """Modules of kvkit whose names are for users; those of all others may change from one version to the next."""
 SETTINGS: dict[str, type[BaseModel]] = {
@@ -222,9 +224,10 @@ def commands() -> str:
 
 
 def _commands(command: Any, name: str) -> Iterator[str]:
-    for word, inner in getattr(command, "commands", {}).items():
-        yield from _commands(inner, f"{name} {word}")
-    if hasattr(command, "commands"):
+    if isinstance(command, TyperGroup):
+        context = typer.Context(command)
+        for word in command.list_commands(context):
+            yield from _commands(command.get_command(context, word), f"{name} {word}")
         return
     rows = ["| option | default | meaning |", "|---|---|---|"]
     for parameter in command.params:

@@ -13,16 +13,16 @@ __all__ = ["Cache", "Hit", "Policy", "RequestPolicy", "SequencePages", "Tier", "
 if TYPE_CHECKING:
     from kvkit.cache import Cache
     from kvkit.config import load_config, open_cache
-    from kvkit.moving.policy import Policy, RequestPolicy
-    from kvkit.moving.sequence import Hit, SequencePages
     from kvkit.tiers.base import Tier
+    from kvkit.transfer.policy import Policy, RequestPolicy
+    from kvkit.transfer.sequence import Hit, SequencePages
 else:
     _HOMES = {
         "Cache": "cache",
-        "Hit": "moving.sequence",
-        "Policy": "moving.policy",
-        "RequestPolicy": "moving.policy",
-        "SequencePages": "moving.sequence",
+        "Hit": "transfer.sequence",
+        "Policy": "transfer.policy",
+        "RequestPolicy": "transfer.policy",
+        "SequencePages": "transfer.sequence",
         "Tier": "tiers.base",
         "load_config": "config",
         "open_cache": "config",

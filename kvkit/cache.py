@@ -6,8 +6,8 @@
     cache.store(tokens, pages)         # whole chunks; returns when the pages may be reused
 
 `lookup_async`, `load_async` and `store_async` do this in the background and return futures; `prefetch` copies
-records to host memory ahead of a load. `moving.load.Load.run` and `moving.store.Store.run` number the steps.
-Pure modules decide: `plan` and `policy` choose sources and targets, `record` verifies data.
+records to host memory ahead of a load. `transfer.load.Load.run` and `transfer.store.Store.run` number the
+steps. Pure modules decide: `plan` and `policy` choose sources and targets, `record` verifies data.
 """
 
 from __future__ import annotations
@@ -28,11 +28,14 @@ from kvkit.format.narrowed import check_narrows
 from kvkit.format.rope import Rotation
 from kvkit.kernels.pages.api import Pages, pack, unpack
 from kvkit.kernels.pages.streams import CudaEvents, marks
-from kvkit.moving.closing import close
-from kvkit.moving.counts import Counts
-from kvkit.moving.layerwise import LayerLoad, LayerStore, Lend
-from kvkit.moving.load import Load, prefetch, read_chunk
-from kvkit.moving.policy import (
+from kvkit.staging import Lease, Staging
+from kvkit.tiers.base import Tier
+from kvkit.tiers.health import HealthState
+from kvkit.transfer.closing import close
+from kvkit.transfer.counters import Counts
+from kvkit.transfer.layerwise import LayerLoad, LayerStore, Lend
+from kvkit.transfer.load import Load, prefetch, read_chunk
+from kvkit.transfer.policy import (
     DEFAULT_REQUEST_POLICY,
     Policy,
     RequestPolicy,
@@ -40,8 +43,8 @@ from kvkit.moving.policy import (
     for_request,
     in_effect,
 )
-from kvkit.moving.policy import check as check_policy
-from kvkit.moving.sequence import (
+from kvkit.transfer.policy import check as check_policy
+from kvkit.transfer.sequence import (
     AllPages,
     CacheError,
     Chunks,
@@ -52,13 +55,10 @@ from kvkit.moving.sequence import (
     check_pages,
     largest_record_bytes,
 )
-from kvkit.moving.store import Store, Stored
-from kvkit.moving.tier_set import TierHeldListener, TierSet
-from kvkit.moving.warm_up import warm_up
-from kvkit.moving.writes import WritePipeline
-from kvkit.staging import Lease, Staging
-from kvkit.tiers.base import Tier
-from kvkit.tiers.health import HealthState
+from kvkit.transfer.store import Store, Stored
+from kvkit.transfer.tier_set import TierHeldListener, TierSet
+from kvkit.transfer.warm_up import warm_up
+from kvkit.transfer.write_pipeline import WritePipeline
 from kvkit.workers import ForkGuard, Transfer, Workers
 
 log = logging.getLogger(__name__)

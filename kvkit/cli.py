@@ -1,31 +1,58 @@
-"""The command line: `kvkit --help` lists its commands, defined in the packages' `commands` modules."""
+"""The command line: `kvkit --help` lists its commands; each is imported when it is run or listed.
+
+Commands of kvkit's own rooms are in `COMMANDS`, all others are entry points of the group `kvkit.commands`.
+"""
 
 from __future__ import annotations
 
+from importlib import import_module
+from importlib.metadata import entry_points
 from typing import Annotated, Any
 
 import typer
 from typer.core import TyperGroup
+from typer.main import get_command
 
-from kvkit.adapters.huggingface.smollm2 import ModelError
-from kvkit.bench.commands import bench, demo, doctor
-from kvkit.bench.files import BenchError
-from kvkit.bench.prove.commands import prove
 from kvkit.environment import DISTRIBUTION, printable, version_of
-from kvkit.kernels.tuning.commands import tune
-from kvkit.observe.commands import inspect, report, top
-from kvkit.router.commands import router
-from kvkit.settings import ConfigError
-from kvkit.simulate.commands import simulate
+from kvkit.settings import CommandError, ConfigError
+
+COMMANDS = {
+    "doctor": "kvkit.doctor.commands:doctor",
+    "inspect": "kvkit.observe.commands:inspect",
+    "router": "kvkit.router.commands:router",
+    "tune": "kvkit.kernels.tuning.commands:tune",
+}
+GROUP = "kvkit.commands"
 
 
 class _Commands(TyperGroup):
     """A group of commands that prints exceptions and the messages of `sys.exit(MESSAGE)` as errors."""
 
+    def list_commands(self, ctx: Any) -> list[str]:
+        return sorted({*COMMANDS, *(entry.name for entry in entry_points(group=GROUP))})
+
+    def get_command(self, ctx: Any, cmd_name: str) -> Any:
+        if cmd_name in COMMANDS:
+            module, _, function = COMMANDS[cmd_name].partition(":")
+            found = getattr(import_module(module), function)
+        else:
+            entries = tuple(entry_points(group=GROUP, name=cmd_name))
+            if not entries:
+                return None
+            found = entries[0].load()
+        if isinstance(found, typer.Typer):
+            command = get_command(found)
+        else:
+            single = typer.Typer(add_completion=False)
+            single.command()(found)
+            command = get_command(single)
+        command.name = cmd_name
+        return command
+
     def invoke(self, ctx: Any) -> Any:
         try:
             return super().invoke(ctx)
-        except (SystemExit, BenchError, ConfigError, ModelError) as error:
+        except (SystemExit, CommandError, ConfigError) as error:
             message = error.code if isinstance(error, SystemExit) else str(error)
             if not isinstance(message, str):
                 raise
@@ -58,11 +85,6 @@ _Version = Annotated[
 
 @app.callback()
 def _options(version: _Version = False) -> None: ...
-
-
-for command in (demo, doctor, inspect, prove, report, router, simulate, top, tune):
-    app.command()(command)
-app.add_typer(bench, name="bench")
 
 
 def main() -> None:

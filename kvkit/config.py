@@ -22,9 +22,6 @@ from kvkit.environment import is_loopback
 from kvkit.format.keys import DIGEST_BYTES
 from kvkit.format.layout import KVLayout, LayoutError, Namespace, Precision
 from kvkit.handoff.settings import HandoffConfig, open_handoff
-from kvkit.moving.policy import Policy
-from kvkit.moving.policy import check as check_policy
-from kvkit.moving.sequence import largest_record_bytes
 from kvkit.observe.access import (
     DEFAULT_PORT,
     MIN_TOKEN_CHARS,
@@ -36,6 +33,9 @@ from kvkit.settings import ENVIRONMENT, TOO_DEEP, ConfigError, explain, read_tom
 from kvkit.staging import Staging
 from kvkit.tiers.base import Tier
 from kvkit.tiers.settings import TierConfig, open_tier
+from kvkit.transfer.policy import Policy
+from kvkit.transfer.policy import check as check_policy
+from kvkit.transfer.sequence import largest_record_bytes
 
 if TYPE_CHECKING:
     HashName = str
@@ -48,7 +48,7 @@ _PREFIX = "KVKIT_"
 
 
 class PolicyConfig(BaseModel):
-    """Names of the tiers to retrieve from, store to and write back to. See `kvkit.moving.policy`."""
+    """Names of the tiers to retrieve from, store to and write back to. See `kvkit.transfer.policy`."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
     retrieve_from: tuple[str, ...] | None = Field(
@@ -174,7 +174,7 @@ class Config(BaseSettings):
 
         Args:
             check: function of a precision and the setting that overrides it, which raises if the model's
-                weights must not be quantised: `kvkit.moving.precision.check`.
+                weights must not be quantised: `kvkit.transfer.precision.check`.
         """
         if not self.unchecked_precision:
             wanted = dict.fromkeys([self.precision, *(tier.precision for tier in self.tiers.values())])

@@ -24,6 +24,10 @@ _SECRET = {"token", "password", "options", "secret", "kvkit"}
 """Settings with values that no message shows."""
 
 
+class CommandError(RuntimeError):
+    """A command failed or could not start; the message states why, and what to change."""
+
+
 class ConfigError(ValueError):
     """A setting is unknown or invalid. The message names the setting, the value and the choices."""
 

@@ -16,12 +16,13 @@ from typing import Any
 import typst
 
 from benchmarks import leaderboard
-from kvkit.bench import demo
 from kvkit.blend import gate, plan
 from kvkit.format import names, record
 from kvkit.kernels.pages.quantised import LARGEST
-from kvkit.moving import precision, reads
+from kvkit.lab.demo import conversation as demo
 from kvkit.tiers import health
+from kvkit.transfer import precision
+from kvkit.transfer import read_pipeline as reads
 from paper import plots
 from paper.derived import derive
 from paper.sources import PaperError, missing, read

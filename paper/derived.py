@@ -11,7 +11,7 @@ import numpy as np
 
 from benchmarks.leaderboard import of_full
 from benchmarks.tables_gpu import fastest
-from kvkit.bench.statistics import bootstrap
+from kvkit.lab.quality.statistics import bootstrap
 
 
 def derive(sources: Mapping[str, Any]) -> dict[str, Any]:

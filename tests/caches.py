@@ -11,12 +11,12 @@ import numpy as np
 from engine import Engine, small_layout, small_namespace
 
 from kvkit.cache import Cache
-from kvkit.moving.policy import Policy
-from kvkit.moving.sequence import largest_record_bytes
 from kvkit.staging import Lease, Staging, release_all
 from kvkit.tiers.base import OnComplete, Tier
 from kvkit.tiers.objects import ObjectTier
 from kvkit.tiers.testing.faulty import Wrapper
+from kvkit.transfer.policy import Policy
+from kvkit.transfer.sequence import largest_record_bytes
 
 CHUNK = 8
 DEADLINE_S = 60.0

@@ -9,13 +9,13 @@ from typing import Any
 
 from kvkit.format.layout import Namespace
 from kvkit.format.record import Damage
-from kvkit.moving.counts import BYTES_PER_SECOND, SECONDS, Counts, Histogram
-from kvkit.moving.sequence import UnknownModel
 from kvkit.staging import Staging
 from kvkit.tiers.base import Tier
 from kvkit.tiers.health import FAILURES_TO_PAUSE, Health, HealthState
 from kvkit.tiers.memory import MemoryTier
 from kvkit.tiers.testing.contract import DEADLINE_S, SLOT_BYTES
+from kvkit.transfer.counters import BYTES_PER_SECOND, SECONDS, Counts, Histogram
+from kvkit.transfer.sequence import UnknownModel
 
 
 @dataclass(frozen=True)

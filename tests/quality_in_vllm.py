@@ -9,9 +9,9 @@ from typing import Any
 
 import numpy as np
 
-from kvkit.bench import quality
-from kvkit.bench.judge import method_named
-from kvkit.bench.quality_vllm import EngineJudge
+from kvkit.lab.quality import comparison as quality
+from kvkit.lab.quality.in_vllm import EngineJudge
+from kvkit.lab.quality.judge import method_named
 
 
 def measure(model: str, kept: str, lead: str, sizes: str, *names: str) -> Any:

@@ -20,12 +20,12 @@ from kvkit.adapters.engine.loads import PromptHit, PromptLoad
 from kvkit.cache import Cache
 from kvkit.config import load_config, open_cache
 from kvkit.format.record import payload
-from kvkit.moving.plan import RetrievePlan, clip, cut, extend
 from kvkit.settings import ConfigError
 from kvkit.staging import release_all
 from kvkit.tiers.memory import MemoryTier
 from kvkit.tiers.objects import ObjectTier
 from kvkit.tiers.settings import TierConfig
+from kvkit.transfer.plan import RetrievePlan, clip, cut, extend
 
 BOTH = pytest.mark.parametrize("precision", ["fp8", "int8"])
 

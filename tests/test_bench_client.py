@@ -10,9 +10,9 @@ import pytest
 from completions import Completions
 from servers import free_ports
 
-from kvkit.bench.client import Completion, Target, ask, connect, counted_hits, drive, tokenize
-from kvkit.bench.files import BenchError
-from kvkit.bench.workloads import CompletionRequest, chat
+from kvkit.lab.files import BenchError
+from kvkit.lab.serve.client import Completion, Target, ask, connect, counted_hits, drive, tokenize
+from kvkit.lab.serve.workloads import CompletionRequest, chat
 from kvkit.tiers.testing.contract import DEADLINE_S
 
 SHORT_S = 0.3

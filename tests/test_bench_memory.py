@@ -14,11 +14,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 from waiting import wait_for
 
-from kvkit.bench import memory
-from kvkit.bench.files import BenchError
-from kvkit.bench.memory import LEAST_BYTES, PROCESS_BYTES, MemoryTooSmall, share, split
-from kvkit.bench.systems import serving
 from kvkit.config import load_config
+from kvkit.lab.files import BenchError
+from kvkit.lab.serve import memory
+from kvkit.lab.serve.memory import LEAST_BYTES, PROCESS_BYTES, MemoryTooSmall, share, split
+from kvkit.lab.serve.systems import serving
 
 GIB = 1 << 30
 SIZES = st.integers(0, 1 << 40)
@@ -105,7 +105,9 @@ def joining(group: Path) -> str:
 
 
 def test_the_limit_of_a_control_group_counts(group: Path) -> None:
-    program = f"from kvkit.bench.memory import available_bytes\n{joining(group)}\nprint(available_bytes())"
+    program = (
+        f"from kvkit.lab.serve.memory import available_bytes\n{joining(group)}\nprint(available_bytes())"
+    )
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
     assert 0 <= int(done.stdout) <= LIMIT < memory.available_bytes()
 

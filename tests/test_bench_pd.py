@@ -11,13 +11,13 @@ from openai_engine import OpenAIEngine
 from rich.console import Console
 from typer.testing import CliRunner
 
-from kvkit.bench import pd
-from kvkit.bench.client import connect, loaded_tokens
-from kvkit.bench.files import BenchError
-from kvkit.bench.pd import FLOWS, TURNS, PdTurn
-from kvkit.bench.systems import routed
 from kvkit.cli import app
 from kvkit.config import load_config
+from kvkit.lab.demo import pd
+from kvkit.lab.demo.pd import FLOWS, TURNS, PdTurn
+from kvkit.lab.files import BenchError
+from kvkit.lab.serve.client import connect, loaded_tokens
+from kvkit.lab.serve.systems import routed
 
 
 @pytest.fixture

@@ -18,12 +18,12 @@ from transformers import AutoTokenizer
 from typer.testing import CliRunner
 
 from kvkit.adapters.huggingface import smollm2
-from kvkit.bench import rag
-from kvkit.bench.client import connect
-from kvkit.bench.files import BenchError
-from kvkit.bench.rag import BlendTurn, divergence
-from kvkit.bench.systems import BLEND_CHUNK_TOKENS
 from kvkit.cli import app
+from kvkit.lab.demo import rag
+from kvkit.lab.demo.rag import BlendTurn, divergence
+from kvkit.lab.files import BenchError
+from kvkit.lab.serve.client import connect
+from kvkit.lab.serve.systems import BLEND_CHUNK_TOKENS
 
 
 @pytest.fixture(scope="module")

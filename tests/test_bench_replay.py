@@ -9,10 +9,10 @@ import pytest
 from completions import Completions, common
 from test_cli import failed, plain_terminal, run  # noqa: F401 - a fixture
 
-from kvkit.bench.replay import prompts_alone, replayed
-from kvkit.simulate.config import SimulationConfig
-from kvkit.simulate.model import simulate
-from kvkit.simulate.traces import Request, Trace, read_trace, trace_of, write_trace
+from kvkit.lab.serve.replay import prompts_alone, replayed
+from kvkit.lab.simulate.config import SimulationConfig
+from kvkit.lab.simulate.model import simulate
+from kvkit.lab.simulate.traces import Request, Trace, read_trace, trace_of, write_trace
 
 BLOCK = 16
 

@@ -13,10 +13,10 @@ from completions import Completions
 from rich.console import Console
 from test_cli import failed, plain_terminal, run  # noqa: F401 - a fixture
 
-from kvkit.bench.client import Completion
-from kvkit.bench.report import Measured, overheads, summarise, tables
-from kvkit.bench.systems import DEFAULT
-from kvkit.bench.workloads import CONTROL, WORKLOADS
+from kvkit.lab.serve.client import Completion
+from kvkit.lab.serve.report import Measured, overheads, summarise, tables
+from kvkit.lab.serve.systems import DEFAULT
+from kvkit.lab.serve.workloads import CONTROL, WORKLOADS
 
 
 @pytest.fixture

@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from kvkit.bench import systems
-from kvkit.bench.files import BenchError
-from kvkit.bench.systems import ended_by_sigterm, missing, serving
+from kvkit.lab.files import BenchError
+from kvkit.lab.serve import systems
+from kvkit.lab.serve.systems import ended_by_sigterm, missing, serving
 
 PARENT = """
 import subprocess, sys, time

@@ -10,7 +10,7 @@ from completions import common
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvkit.bench.workloads import CONTROL, QUESTION_WORDS, WORDS, WORKLOADS, CompletionRequest, arriving
+from kvkit.lab.serve.workloads import CONTROL, QUESTION_WORDS, WORDS, WORKLOADS, CompletionRequest, arriving
 
 SEEDS = st.integers(0, 2**32)
 REQUESTS = st.integers(2, 20)

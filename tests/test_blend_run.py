@@ -334,7 +334,7 @@ def test_a_colliding_key_is_no_match(blended: BlendedModel, monkeypatch: pytest.
     tokens = prompt()
     flushed(blended, tokens[32:40])
     same = lambda ids, size, *_: [bytes(16)] * (len(ids) // size)  # noqa: E731
-    monkeypatch.setattr("kvkit.moving.sequence.chunk_keys", same)
+    monkeypatch.setattr("kvkit.transfer.sequence.chunk_keys", same)
     flushed(blended, tokens[32:40])
     assert blended.prefill(tokens, [(32, 40)]).reused_tokens == 8
     assert blended.prefill(tokens, [(70, 78)]).reused_tokens == 0  # the same key, other tokens

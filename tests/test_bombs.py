@@ -14,9 +14,9 @@ from test_cache import make_engine, open_cache, sequence, store
 from test_faults import TOKENS, VICTIM, victim_file
 
 from kvkit.format.record import HEADER
-from kvkit.moving.policy import Policy
 from kvkit.tiers.objects import ObjectTier
 from kvkit.tiers.settings import TierConfig
+from kvkit.transfer.policy import Policy
 
 ROOM_BYTES = 32 << 20
 """What opening a cache and loading from it takes, however large its slots of 8 KiB are made to seem."""

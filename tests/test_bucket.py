@@ -18,7 +18,6 @@ from servers import Proxy, S3Server, s3  # noqa: F401 - s3 is a fixture
 from test_cache import make_engine, open_cache, sequence, store
 
 from kvkit.format.record import Damage
-from kvkit.moving.policy import Policy
 from kvkit.staging import Staging, release_all
 from kvkit.tiers.base import Tier, TierError
 from kvkit.tiers.bucket import Bucket
@@ -35,6 +34,7 @@ from kvkit.tiers.testing.contract import (
     record_bytes,
     record_names,
 )
+from kvkit.transfer.policy import Policy
 
 TIMEOUT_S = 2.5
 """More than a busy machine needs for a request."""

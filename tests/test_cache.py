@@ -19,9 +19,6 @@ from hypothesis import strategies as st
 from kvkit.cache import Cache, CacheError, CacheTimeout, SequencePages
 from kvkit.format.layout import KVLayout, LayerGroup, LayoutError
 from kvkit.format.record import Damage
-from kvkit.moving import tier_set
-from kvkit.moving.policy import Policy, PolicyError
-from kvkit.moving.sequence import largest_record_bytes
 from kvkit.staging import Staging, release_all
 from kvkit.tiers.base import Tier
 from kvkit.tiers.health import FAILURES_TO_PAUSE
@@ -30,6 +27,9 @@ from kvkit.tiers.objects import ObjectTier
 from kvkit.tiers.settings import TierConfig
 from kvkit.tiers.testing.contract import DEADLINE_S
 from kvkit.tiers.testing.faulty import Fault, FaultyTier, Wrapper
+from kvkit.transfer import tier_set
+from kvkit.transfer.policy import Policy, PolicyError
+from kvkit.transfer.sequence import largest_record_bytes
 
 
 def sequence(length: int, seed: int = 0) -> npt.NDArray[np.int32]:

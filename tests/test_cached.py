@@ -18,7 +18,7 @@ from kvkit.adapters.huggingface.probe import probe_layout
 from kvkit.adapters.huggingface.steps import forward
 from kvkit.config import Config, load_config
 from kvkit.format.layout import LayoutError
-from kvkit.moving.policy import RequestPolicy
+from kvkit.transfer.policy import RequestPolicy
 
 SIZES = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 4, "vocab_size": 300}
 CONFIGS: dict[str, Any] = {

@@ -17,7 +17,7 @@ from test_inspect import fill, form_of, records
 from typer.testing import CliRunner, Result
 
 from kvkit import cli
-from kvkit.bench import doctor
+from kvkit.doctor import report as doctor
 from kvkit.environment import DISTRIBUTION, version_of
 
 
@@ -88,6 +88,16 @@ def test_doctor_lists_versions() -> None:
         package = next(filter(version_of, names), names[0])
         assert package in line
         assert (version_of(package) or "missing") in line
+
+
+@pytest.mark.parametrize("command", ["router", "inspect", "doctor"])
+def test_a_command_of_the_core_loads_nothing_of_the_laboratory(command: str) -> None:
+    code = (
+        "import sys; from kvkit.cli import app; app([sys.argv[1], '--help'], standalone_mode=False); "
+        "print([name for name in sys.modules if name.startswith('kvkit.lab')])"
+    )
+    done = subprocess.run([sys.executable, "-c", code, command], capture_output=True, text=True, timeout=60)
+    assert done.stdout.splitlines()[-1] == "[]", done.stderr
 
 
 def test_version() -> None:

@@ -12,12 +12,12 @@ from caches import CHUNK, DEADLINE_S, make_engine, new_staging, sequence
 from engine import Engine
 
 from kvkit.cache import Cache
-from kvkit.moving.policy import Policy
-from kvkit.moving.sequence import largest_record_bytes
 from kvkit.staging import Lease
 from kvkit.tiers.base import OnComplete
 from kvkit.tiers.objects import ObjectTier
 from kvkit.tiers.testing.faulty import Wrapper
+from kvkit.transfer.policy import Policy
+from kvkit.transfer.sequence import largest_record_bytes
 
 FOR_EVER_S = 3000.0
 

@@ -14,15 +14,15 @@ from pydantic import BaseModel, Secret, SecretStr
 
 from kvkit.config import Config, PolicyConfig, load_config, open_cache
 from kvkit.format.record import RecordFormat
-from kvkit.moving.policy import Policy
+from kvkit.lab.simulate.config import load_simulation
+from kvkit.lab.simulate.traces import read_trace
 from kvkit.router.settings import read_router_config
 from kvkit.settings import ConfigError
-from kvkit.simulate.config import load_simulation
-from kvkit.simulate.traces import read_trace
 from kvkit.tiers.memory import MemoryTier
 from kvkit.tiers.objects import ObjectTier
 from kvkit.tiers.redis import RedisTier
 from kvkit.tiers.settings import TierConfig
+from kvkit.transfer.policy import Policy
 
 EVERYTHING = """
 chunk_tokens = 128

@@ -17,14 +17,14 @@ from engine import Engine
 from kvkit import RequestPolicy
 from kvkit.cache import Cache
 from kvkit.format.record import Damage
-from kvkit.moving import reads
-from kvkit.moving.tier_set import TierSet
 from kvkit.tiers.memory import MemoryTier
 from kvkit.tiers.objects import ObjectTier
 from kvkit.tiers.settings import TierConfig
 from kvkit.tiers.shm.file import pool_path
 from kvkit.tiers.shm.tier import ShmTier
 from kvkit.tiers.testing.contract import put
+from kvkit.transfer import read_pipeline as reads
+from kvkit.transfer.tier_set import TierSet
 
 CHUNKS = 7
 TOKENS = sequence(CHUNKS)

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from managed import filled_counts
 
-from kvkit.moving.counts import BYTES_PER_SECOND, SECONDS, Counts, Histogram
+from kvkit.transfer.counters import BYTES_PER_SECOND, SECONDS, Counts, Histogram
 
 VALUES = st.lists(st.floats(0, 100) | st.sampled_from(SECONDS), max_size=60)
 

@@ -16,9 +16,9 @@ from typer.testing import CliRunner
 
 from kvkit import cli
 from kvkit.adapters.huggingface import smollm2
-from kvkit.bench import demo
-from kvkit.bench.demo import Turn
-from kvkit.bench.files import BenchError
+from kvkit.lab.demo import conversation as demo
+from kvkit.lab.demo.conversation import Turn
+from kvkit.lab.files import BenchError
 
 
 @pytest.fixture(scope="module")

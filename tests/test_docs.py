@@ -13,11 +13,13 @@ from typing import Any
 import numpy as np
 import pages
 import pytest
+import typer
 import yaml
 from matplotlib import image
 from pages import blocks
 from pydantic import BaseModel
 from servers import RedisServer, S3Server, free_ports, s3  # noqa: F401 - s3 is a fixture
+from typer.core import TyperGroup
 from typer.main import get_command
 
 import kvkit
@@ -247,9 +249,9 @@ def test_commands_that_are_named_exist(page: str) -> None:
     for line in lines + re.findall(r"`(kvkit [a-z].*?)`", text):
         command: Any = get_command(app)
         words = line.split("#")[0].split()[1:]
-        while hasattr(command, "commands"):
-            assert words[0] in command.commands, line
-            command = command.commands[words.pop(0)]
+        while isinstance(command, TyperGroup):
+            command = command.get_command(typer.Context(command), words.pop(0))
+            assert command is not None, line
         options = {option for parameter in command.params for option in parameter.opts}
         assert {word for word in words if word.startswith("--")} <= options, line
 

@@ -16,7 +16,7 @@ from pages import DATA, EXCUSE, PAGES, ROOT, RUNNABLE, Block, blocks, on_page, r
 from servers import free_ports, together
 from typed import Typed
 
-from kvkit.bench.workloads import WORKLOADS
+from kvkit.lab.serve.workloads import WORKLOADS
 from kvkit.tiers.testing.contract import DEADLINE_S
 
 EVERY = [block for page in PAGES for block in blocks(page)]
@@ -102,7 +102,7 @@ def test_simulations(tmp_path: Path) -> None:
     (tmp_path / "benchmarks").symlink_to(ROOT / "benchmarks")
     line = {"timestamp": 0, "input_length": 1000, "output_length": 5, "hash_ids": [1, 2]}
     (tmp_path / "conversation_trace.jsonl").write_text(f"{json.dumps(line)}\n" * 2)
-    example = ast.get_docstring(ast.parse((ROOT / "kvkit/simulate/config.py").read_text())) or ""
+    example = ast.get_docstring(ast.parse((ROOT / "kvkit/lab/simulate/config.py").read_text())) or ""
     (tmp_path / "sim.toml").write_text("\n".join(re.findall(r"^    (.*)$", example, re.MULTILINE)))
     (tmp_path / "hybrid.toml").write_text("model.state_bytes = 40_000_000")
     done = run_shell(on_page("docs/simulate.md", "kvkit simulate benchmarks"), tmp_path)

@@ -57,7 +57,7 @@ def test_what_is_named_is_there(text: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "name", ["moving.nowhere", "cache.Cache.fetch", "cache.Cash", "staging.Lease.release.it"]
+    "name", ["transfer.nowhere", "cache.Cache.fetch", "cache.Cash", "staging.Lease.release.it"]
 )
 def test_what_is_not_there_is_found(name: str) -> None:
     assert not is_there(name)
@@ -76,7 +76,7 @@ def test_every_thread_has_a_line() -> None:
     listed = {re.sub("[A-Z]+", "*", name) for row in rows for name in quoted(row.split("|")[1])}
     started = set()
     for path in files("kvkit", "adapters"):
-        if path.is_relative_to(HOUSE / "kvkit/bench") or "testing" in path.parts:
+        if path.is_relative_to(HOUSE / "kvkit/lab") or "testing" in path.parts:
             continue
         for call in re.findall(
             r'(?:Workers|Thread)\([^"\n]*(?:\n[^"\n)]*)*?f?"(kvkit-[^"]+)"', path.read_text()

@@ -24,14 +24,14 @@ from test_cache import make_engine, open_cache, sequence, store
 
 from kvkit.cache import Cache
 from kvkit.format.record import Damage
-from kvkit.moving import tier_set
-from kvkit.moving.policy import Policy
 from kvkit.staging import Staging
 from kvkit.tiers.folder import TEMPORARY, Folder
 from kvkit.tiers.health import FAILURES_TO_PAUSE, PAUSES_S
 from kvkit.tiers.objects import ObjectTier
 from kvkit.tiers.settings import TierConfig
 from kvkit.tiers.testing.contract import DEADLINE_S, SLOT_BYTES, SLOTS, get, put, record_bytes, record_names
+from kvkit.transfer import tier_set
+from kvkit.transfer.policy import Policy
 
 Run = Callable[..., None]
 

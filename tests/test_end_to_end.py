@@ -12,7 +12,7 @@ import torch
 import transformers
 from vllm_engine import Engine, connector, on_disk, prompt
 
-from kvkit.bench import demo
+from kvkit.lab.demo import conversation as demo
 
 ON_GPU = pytest.mark.skipif(
     not torch.cuda.is_available(), reason="needs a GPU; `make gpu-tests` runs it there"

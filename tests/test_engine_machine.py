@@ -22,8 +22,6 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, ru
 
 from kvkit.cache import Cache
 from kvkit.format.record import RecordFormat
-from kvkit.moving.sequence import Hit, Loaded
-from kvkit.moving.store import Stored
 from kvkit.staging import Lease, release_all
 from kvkit.tiers.base import Tier
 from kvkit.tiers.health import Health
@@ -31,6 +29,8 @@ from kvkit.tiers.memory import MemoryTier
 from kvkit.tiers.objects import ObjectTier
 from kvkit.tiers.settings import TierConfig
 from kvkit.tiers.testing.faulty import Fault, FaultyTier, LatencyTier
+from kvkit.transfer.sequence import Hit, Loaded
+from kvkit.transfer.store import Stored
 from kvkit.workers import Transfer
 
 TIMEOUT_S, LATE_S = 0.05, 0.002

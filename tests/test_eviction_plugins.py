@@ -12,10 +12,10 @@ import pytest
 from pages import on_page, run_shell
 
 from kvkit.config import load_config
+from kvkit.lab.simulate.config import SimulationConfig
+from kvkit.lab.simulate.report import compare
+from kvkit.lab.simulate.traces import mixed
 from kvkit.settings import ConfigError
-from kvkit.simulate.config import SimulationConfig
-from kvkit.simulate.report import compare
-from kvkit.simulate.traces import mixed
 from kvkit.staging import Staging
 from kvkit.tiers.eviction.state import EvictionState, add_run, use_run
 from kvkit.tiers.memory import MemoryTier

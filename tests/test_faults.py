@@ -20,7 +20,7 @@ from test_cache import make_engine, open_cache, sequence, store
 
 from kvkit.cache import Cache
 from kvkit.format.record import HEADER, RecordFormat
-from kvkit.moving.policy import Policy
+from kvkit.transfer.policy import Policy
 
 # forks of a clean process: quick to start, and torch's threads are not in them
 PROCESSES = multiprocessing.get_context("forkserver")

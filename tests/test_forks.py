@@ -18,11 +18,11 @@ from engine import Engine, small_layout, small_namespace
 
 from kvkit.cache import Cache
 from kvkit.format.record import RecordFormat
-from kvkit.moving.policy import RequestPolicy
 from kvkit.staging import PAGE_BYTES, Staging
 from kvkit.tiers.memory import MemoryTier
 from kvkit.tiers.objects import ObjectTier
 from kvkit.tiers.testing.contract import DEADLINE_S
+from kvkit.transfer.policy import RequestPolicy
 from kvkit.workers import Forked, Workers
 
 TOKENS = np.arange(40, dtype=np.int32)

@@ -11,7 +11,7 @@ from typer.testing import CliRunner
 
 from kvkit import cli
 from kvkit.adapters.huggingface import gemma, smollm2
-from kvkit.bench.files import model_folder
+from kvkit.lab.files import model_folder
 
 
 @pytest.fixture

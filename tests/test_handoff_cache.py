@@ -28,9 +28,9 @@ from kvkit.handoff.sender import HandoffError, Sender
 from kvkit.handoff.settings import HandoffConfig, buffer_size, identify, slots_of
 from kvkit.handoff.tier import HandoffTier
 from kvkit.handoff.transport.channel import ChannelError
-from kvkit.moving.policy import Policy
-from kvkit.moving.sequence import Chunks
 from kvkit.tiers.base import Tier
+from kvkit.transfer.policy import Policy
+from kvkit.transfer.sequence import Chunks
 
 CHUNK = 8
 TOKENS = np.arange(5 * CHUNK, dtype=np.int32)

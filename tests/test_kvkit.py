@@ -11,10 +11,10 @@ import kvkit
 
 HOMES = {
     "Cache": "kvkit.cache",
-    "Hit": "kvkit.moving.sequence",
-    "Policy": "kvkit.moving.policy",
-    "RequestPolicy": "kvkit.moving.policy",
-    "SequencePages": "kvkit.moving.sequence",
+    "Hit": "kvkit.transfer.sequence",
+    "Policy": "kvkit.transfer.policy",
+    "RequestPolicy": "kvkit.transfer.policy",
+    "SequencePages": "kvkit.transfer.sequence",
     "Tier": "kvkit.tiers.base",
     "load_config": "kvkit.config",
     "open_cache": "kvkit.config",
@@ -50,5 +50,5 @@ def test_importing_kvkit_imports_nothing_of_it() -> None:
 
 def test_a_name_brings_its_own_module_alone() -> None:
     seen = in_new_process("import sys; from kvkit import Policy; print(*sys.modules)")
-    assert "kvkit.moving.policy" in seen.split()
+    assert "kvkit.transfer.policy" in seen.split()
     assert not {"kvkit.cache", "kvkit.config", "numba", "torch"} & set(seen.split())

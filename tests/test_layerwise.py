@@ -17,8 +17,6 @@ from kvkit.cache import READING_THREADS, Cache
 from kvkit.format.layout import KVLayout, LayerGroup
 from kvkit.format.record import layer_range, verify
 from kvkit.kernels.pages.api import Pages
-from kvkit.moving.layerwise import LayerStore
-from kvkit.moving.policy import Policy
 from kvkit.staging import Lease, release_all
 from kvkit.tiers.base import OnComplete, Ranges, Tier
 from kvkit.tiers.health import FAILURES_TO_PAUSE
@@ -26,6 +24,8 @@ from kvkit.tiers.memory import MemoryTier
 from kvkit.tiers.objects import ObjectTier
 from kvkit.tiers.settings import TierConfig
 from kvkit.tiers.testing.faulty import Fault, FaultyTier, Wrapper
+from kvkit.transfer.layerwise import LayerStore
+from kvkit.transfer.policy import Policy
 from kvkit.workers import Closed
 
 

@@ -14,14 +14,14 @@ from caches import CHUNK, DEADLINE_S, Recorder, fill, make_engine, new_cache, ne
 from engine import Engine, small_layout, small_namespace
 
 from kvkit.cache import CacheError
-from kvkit.moving import reads
-from kvkit.moving.sequence import Hit
 from kvkit.staging import Lease, Staging, release_all
 from kvkit.tiers.base import OnComplete
 from kvkit.tiers.memory import MemoryTier
 from kvkit.tiers.objects import ObjectTier
 from kvkit.tiers.settings import TierConfig
 from kvkit.tiers.testing.faulty import Fault, FaultyTier
+from kvkit.transfer import read_pipeline as reads
+from kvkit.transfer.sequence import Hit
 
 
 @pytest.mark.parametrize("groups", [1, 2])

@@ -12,8 +12,8 @@ from test_quality import encode
 
 from benchmarks import leaderboard
 from benchmarks.lost_context import by_loss, paid, slope
-from kvkit.bench.judge import Judge
-from kvkit.bench.tasks.registry import samples
+from kvkit.lab.quality.judge import Judge
+from kvkit.lab.quality.tasks.registry import samples
 
 
 @pytest.fixture(scope="module")

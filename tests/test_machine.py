@@ -20,14 +20,14 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, ru
 
 from kvkit.cache import Cache
 from kvkit.format.record import RecordFormat
-from kvkit.moving import writes
-from kvkit.moving.policy import Policy
 from kvkit.staging import Staging
 from kvkit.tiers.health import Health
 from kvkit.tiers.memory import MemoryTier
 from kvkit.tiers.objects import ObjectTier
 from kvkit.tiers.settings import TierConfig
 from kvkit.tiers.testing.faulty import Fault, FaultyTier
+from kvkit.transfer import write_pipeline as writes
+from kvkit.transfer.policy import Policy
 
 CHUNK = 8
 # few, so that they meet again; they share prefixes, and chunks repeat after other prefixes

@@ -21,10 +21,10 @@ from kvkit.handoff.receiver import Receiver
 from kvkit.handoff.sender import Sender
 from kvkit.handoff.tier import HandoffTier
 from kvkit.handoff.transport.link import Identity
-from kvkit.moving.counts import Histogram
 from kvkit.observe import metrics
 from kvkit.staging import Staging
 from kvkit.tiers.testing.contract import DEADLINE_S, SLOT_BYTES, record_names
+from kvkit.transfer.counters import Histogram
 
 TIERS = ("near", "[far]")
 Samples = dict[tuple[str, frozenset[tuple[str, str]]], float]

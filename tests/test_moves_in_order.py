@@ -11,9 +11,9 @@ import pytest
 from test_cache import make_engine, open_cache, sequence
 
 import kvkit.cache
-import kvkit.moving.layerwise
-import kvkit.moving.sequence
-import kvkit.moving.store
+import kvkit.transfer.layerwise
+import kvkit.transfer.sequence
+import kvkit.transfer.store
 
 TOKENS = sequence(24)
 Order = tuple[str, Any, int]
@@ -36,11 +36,11 @@ def orders(monkeypatch: pytest.MonkeyPatch) -> list[Order]:
 
         return noted
 
-    for module in (kvkit.cache, kvkit.moving.layerwise):
+    for module in (kvkit.cache, kvkit.transfer.layerwise):
         monkeypatch.setattr(module, "marks", marks)
-    for module, way in ((kvkit.moving.sequence, "unpack"), (kvkit.moving.store, "pack")):
+    for module, way in ((kvkit.transfer.sequence, "unpack"), (kvkit.transfer.store, "pack")):
         monkeypatch.setattr(module, way, noting(way, getattr(module, way)))
-    monkeypatch.setattr(kvkit.moving.layerwise, "unpack", noting("layer", kvkit.moving.layerwise.unpack))
+    monkeypatch.setattr(kvkit.transfer.layerwise, "unpack", noting("layer", kvkit.transfer.layerwise.unpack))
     return found
 
 

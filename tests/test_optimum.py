@@ -8,10 +8,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from benchmarks import frontier
-from kvkit.simulate.config import SimulationConfig
-from kvkit.simulate.model import Simulator, simulate
-from kvkit.simulate.optimum import most_hits
-from kvkit.simulate.traces import Request, Trace
+from kvkit.lab.simulate.config import SimulationConfig
+from kvkit.lab.simulate.model import Simulator, simulate
+from kvkit.lab.simulate.optimum import most_hits
+from kvkit.lab.simulate.traces import Request, Trace
 from kvkit.tiers.eviction.policies import POLICIES
 
 CHUNK = 1000  # bytes of a simulated chunk: 10 tokens of 100 bytes

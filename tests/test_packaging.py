@@ -111,7 +111,7 @@ def test_hugging_face_kernels_imports_beside_kvkit(folder: str) -> None:
     ("modules", "packages"),
     [
         ("kvkit, kvkit.cache, kvkit.config", {"jax", "triton", "vllm", "transformers", "zarr"}),
-        ("kvkit.cli, kvkit.tiers.objects, kvkit.observe.top", {"torch", "numba"}),  # they take a second
+        ("kvkit.cli, kvkit.tiers.objects, kvkit.lab.watch.top", {"torch", "numba"}),  # they take a second
     ],
 )
 def test_what_is_imported_leaves_alone(modules: str, packages: set[str]) -> None:

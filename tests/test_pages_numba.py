@@ -24,7 +24,7 @@ from kvkit.format.rope import Rope, Rotation
 from kvkit.kernels.pages import numba, reference
 from kvkit.kernels.pages.api import Pages, pack, unpack
 from kvkit.kernels.pages.quantised import SMALLEST_AMAX
-from kvkit.moving.sequence import SequencePages
+from kvkit.transfer.sequence import SequencePages
 
 POISON = 0xA5
 Tensors = list[torch.Tensor | tuple[torch.Tensor, torch.Tensor]]

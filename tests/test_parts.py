@@ -12,11 +12,11 @@ from hypothesis import strategies as st
 from test_cache import make_engine, open_cache, sequence, store
 
 from kvkit.cache import CacheError, Stored
-from kvkit.moving.plan import RetrievePlan, Segment, cut
-from kvkit.moving.sequence import Chunks
 from kvkit.staging import release_all
 from kvkit.tiers.objects import ObjectTier
 from kvkit.tiers.testing.faulty import Fault, FaultyTier
+from kvkit.transfer.plan import RetrievePlan, Segment, cut
+from kvkit.transfer.sequence import Chunks
 from kvkit.workers import Transfer
 
 CHUNKS, CHUNK, PER_CHUNK = 5, 8, 2

@@ -16,9 +16,9 @@ from hypothesis import strategies as st
 from test_parts import open_cache
 
 from kvkit.cache import Cache
-from kvkit.moving.pending_stores import PendingStore, PendingStores
 from kvkit.tiers.objects import ObjectTier
 from kvkit.tiers.testing.faulty import Fault, FaultyTier
+from kvkit.transfer.pending_stores import PendingStore, PendingStores
 
 NAMES = "abc"
 

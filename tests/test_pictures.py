@@ -9,7 +9,7 @@ from typing import Any
 from typer.testing import CliRunner
 
 from kvkit import cli
-from kvkit.bench import quality
+from kvkit.lab.quality import comparison as quality
 
 
 def texts(picture: Path) -> list[str]:

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvkit.moving.plan import (
+from kvkit.transfer.plan import (
     RetrievePlan,
     Segment,
     StorePlan,
@@ -22,7 +22,7 @@ from kvkit.moving.plan import (
     plan_write_back,
     put_limit,
 )
-from kvkit.moving.policy import Policy
+from kvkit.transfer.policy import Policy
 
 NAMES = ("memory", "disk", "nfs", "s3")
 tiers = st.sampled_from(NAMES)

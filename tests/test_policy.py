@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from kvkit.moving.policy import (
+from kvkit.transfer.policy import (
     DEFAULT_REQUEST_POLICY,
     Policy,
     PolicyError,

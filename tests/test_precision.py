@@ -28,11 +28,11 @@ from kvkit.format.rope import Rope, Rotation
 from kvkit.kernels.checks import LaunchError
 from kvkit.kernels.pages import reference
 from kvkit.kernels.pages.api import Pages, pack, unpack
-from kvkit.moving import precision as gate
-from kvkit.moving.sequence import Chunks
 from kvkit.observe.inspect import list_store
 from kvkit.settings import ConfigError
 from kvkit.tiers.shm.file import pool_path
+from kvkit.transfer import precision as gate
+from kvkit.transfer.sequence import Chunks
 
 TOKENS = np.arange(30, dtype=np.int32)  # three chunks, and six more
 TABLE = [9, 2, 5, 1, 7, 3, 8, 4]

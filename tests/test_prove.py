@@ -15,18 +15,17 @@ from hypothesis import strategies as st
 from rich.console import Console
 from safetensors.torch import load_file, save_file
 
-from kvkit.adapters.vllm.probe import PageProbe, prompt_name
-from kvkit.bench.client import Target
-from kvkit.bench.files import BenchError
-from kvkit.bench.prove.engines import EngineLaunch, ProvedEngine, opening
-from kvkit.bench.prove.models import ChangedWeights, linked, make_adapter
-from kvkit.bench.prove.options import ProveOptions
-from kvkit.bench.prove.pages import compare_files, compare_pages
-from kvkit.bench.prove.preparation import chosen, command_of, prepared, transfer_of
-from kvkit.bench.prove.report import html
-from kvkit.bench.prove.run import ToProve, prove_scenario, wanted
-from kvkit.bench.prove.scenarios import SCENARIOS, AskedPrompt, crowd_of, prompts_of
-from kvkit.bench.prove.verdict import (
+from kvkit.lab.files import BenchError
+from kvkit.lab.prove.engines import EngineLaunch, ProvedEngine, opening
+from kvkit.lab.prove.models import ChangedWeights, linked, make_adapter
+from kvkit.lab.prove.options import ProveOptions
+from kvkit.lab.prove.page_probe import PageProbe, prompt_name
+from kvkit.lab.prove.pages import compare_files, compare_pages
+from kvkit.lab.prove.preparation import chosen, command_of, prepared, transfer_of
+from kvkit.lab.prove.report import html
+from kvkit.lab.prove.run import ToProve, prove_scenario, wanted
+from kvkit.lab.prove.scenarios import SCENARIOS, AskedPrompt, crowd_of, prompts_of
+from kvkit.lab.prove.verdict import (
     Compared,
     Observed,
     Reply,
@@ -35,7 +34,8 @@ from kvkit.bench.prove.verdict import (
     exit_status,
     judge,
 )
-from kvkit.bench.systems import free_port
+from kvkit.lab.serve.client import Target
+from kvkit.lab.serve.systems import free_port
 
 WARM = next(one for one in SCENARIOS if one.name == "warm")
 TENANTS = next(one for one in SCENARIOS if one.name == "tenants")

@@ -25,22 +25,22 @@ from kvkit import cli
 from kvkit.adapters.huggingface import smollm2
 from kvkit.adapters.huggingface.blended import BlendedModel
 from kvkit.adapters.huggingface.fingerprint import model_fingerprint
-from kvkit.bench import precision as measuring
-from kvkit.bench import quality
-from kvkit.bench.doctor import served_names
-from kvkit.bench.files import BenchError, load_model
-from kvkit.bench.judge import METHODS, Judge, Measures, Method, _BlockMask, _bottom_right, method_named
-from kvkit.bench.precision import PrecisionJudge
-from kvkit.bench.statistics import bootstrap
-from kvkit.bench.tasks.registry import SETS, samples
-from kvkit.bench.tasks.sample import CONTINUATION_TOKENS, DOCUMENT_TOKENS, Sample, corpus
 from kvkit.blend import gate
 from kvkit.blend.methods import registry
 from kvkit.blend.plan import BlendError, Selection, Span, plan_blend
 from kvkit.config import load_config
+from kvkit.doctor.report import served_names
 from kvkit.environment import slug_of, verdict_path
-from kvkit.moving import precision
+from kvkit.lab.files import BenchError, load_model
+from kvkit.lab.quality import comparison as quality
+from kvkit.lab.quality import precision as measuring
+from kvkit.lab.quality.judge import METHODS, Judge, Measures, Method, _BlockMask, _bottom_right, method_named
+from kvkit.lab.quality.precision import PrecisionJudge
+from kvkit.lab.quality.statistics import bootstrap
+from kvkit.lab.quality.tasks.registry import SETS, samples
+from kvkit.lab.quality.tasks.sample import CONTINUATION_TOKENS, DOCUMENT_TOKENS, Sample, corpus
 from kvkit.settings import ConfigError
+from kvkit.transfer import precision
 
 
 def encode(text: str) -> list[int]:

@@ -18,17 +18,17 @@ from small_models import save_with_tokenizer
 from transformers import AutoModelForCausalLM, AutoTokenizer, CohereConfig
 from vllm_process import ENVIRONMENT, Fork
 
-from kvkit.bench import quality
-from kvkit.bench.doctor import served_names
-from kvkit.bench.judge import Judge, method_named
-from kvkit.bench.quality_vllm import CHUNK_TOKENS, is_served
-from kvkit.bench.tasks.registry import SETS
 from kvkit.blend import gate
 from kvkit.blend.plan import BlendError, Selection
+from kvkit.doctor.report import served_names
+from kvkit.lab.quality import comparison as quality
+from kvkit.lab.quality.in_vllm import CHUNK_TOKENS, is_served
+from kvkit.lab.quality.judge import Judge, method_named
+from kvkit.lab.quality.tasks.registry import SETS
 
 DOCTOR = """
 from kvkit import cli
-from kvkit.bench import quality
+from kvkit.lab.quality import comparison as quality
 quality.GATE_SAMPLES = 1
 cli.main()
 """

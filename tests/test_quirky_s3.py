@@ -7,12 +7,12 @@ import pytest
 from quirky_s3 import Quirk, quirky_s3
 from test_cache import make_engine, open_cache, sequence, store
 
-from kvkit.moving.policy import Policy
 from kvkit.staging import Staging
 from kvkit.tiers.base import TierError
 from kvkit.tiers.objects import ObjectTier
 from kvkit.tiers.settings import TierConfig
 from kvkit.tiers.testing.contract import get, put, record_bytes, record_names
+from kvkit.transfer.policy import Policy
 
 URL = "s3://bucket/prefix"
 PROMPTS = 6

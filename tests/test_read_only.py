@@ -16,8 +16,8 @@ from kvkit.blend import gate
 from kvkit.blend.plan import BlendError, Selection
 from kvkit.kernels.caches import temporary_cache
 from kvkit.kernels.tuning.tables import load_table
-from kvkit.moving import precision
 from kvkit.settings import ConfigError
+from kvkit.transfer import precision
 
 HOUSE = Path(__file__).parent.parent
 STORE_AND_LOAD = """

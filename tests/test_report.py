@@ -12,10 +12,10 @@ from managed import ManagedCache, filled_counts
 from test_cli import failed, plain_terminal, run  # noqa: F401 - plain_terminal is a fixture
 from test_inspect import fill, form_of, listings, records
 
+from kvkit.lab.watch.report import cache_section, page, settings_section, store_section
+from kvkit.lab.watch.top import Snapshot, fetch
 from kvkit.observe.http import Server
 from kvkit.observe.inspect import tier_of
-from kvkit.observe.report import cache_section, page, settings_section, store_section
-from kvkit.observe.top import Snapshot, fetch
 from kvkit.tiers.settings import TierConfig
 from kvkit.tiers.testing.contract import DEADLINE_S
 

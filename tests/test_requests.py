@@ -11,13 +11,13 @@ from caches import CHUNK, make_engine, new_cache, new_staging, sequence
 from engine import Engine
 
 from kvkit.cache import Cache
-from kvkit.moving.policy import DEFAULT_REQUEST_POLICY, PolicyError, RequestPolicy
-from kvkit.moving.requests import RequestLimits, read
 from kvkit.settings import ConfigError
 from kvkit.tiers.base import Tier
 from kvkit.tiers.memory import MemoryTier
 from kvkit.tiers.objects import ObjectTier
 from kvkit.tiers.settings import TierConfig
+from kvkit.transfer.policy import DEFAULT_REQUEST_POLICY, PolicyError, RequestPolicy
+from kvkit.transfer.requests import RequestLimits, read
 
 LIMITS = RequestLimits(load_from=("disk",), store_to=("memory", "disk"), max_keep_s=60, max_priority=50)
 

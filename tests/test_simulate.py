@@ -20,12 +20,11 @@ from typer.testing import CliRunner, Result
 from kvkit import cli
 from kvkit.cache import Cache
 from kvkit.format.record import RecordFormat
-from kvkit.moving.policy import Policy
+from kvkit.lab.simulate.config import SimulatedTier, SimulationConfig, load_simulation
+from kvkit.lab.simulate.model import Simulator, simulate
+from kvkit.lab.simulate.report import as_json, compare, parse_snapshots, parse_sweep, summary
+from kvkit.lab.simulate.traces import GENERATORS, Request, Trace, mixed, read_trace, write_trace
 from kvkit.settings import ConfigError
-from kvkit.simulate.config import SimulatedTier, SimulationConfig, load_simulation
-from kvkit.simulate.model import Simulator, simulate
-from kvkit.simulate.report import as_json, compare, parse_snapshots, parse_sweep, summary
-from kvkit.simulate.traces import GENERATORS, Request, Trace, mixed, read_trace, write_trace
 from kvkit.staging import Staging
 from kvkit.tiers.eviction.policies import POLICIES
 from kvkit.tiers.memory import MemoryTier
@@ -33,6 +32,7 @@ from kvkit.tiers.objects import ObjectTier
 from kvkit.tiers.settings import TierConfig
 from kvkit.tiers.shm.file import pool_path
 from kvkit.tiers.shm.tier import ShmTier
+from kvkit.transfer.policy import Policy
 
 CHUNK = 1000  # bytes of a simulated chunk: 10 tokens of 100 bytes
 
@@ -374,7 +374,7 @@ def test_broken_configurations(tmp_path: Path, text: str, words: tuple[str, ...]
 
 
 def test_the_configuration_of_the_module_text_is_read(tmp_path: Path) -> None:
-    import kvkit.simulate.config as module
+    import kvkit.lab.simulate.config as module
 
     text = "\n".join(line[4:] for line in str(module.__doc__).splitlines() if line.startswith("    "))
     path = tmp_path / "sim.toml"

@@ -17,15 +17,15 @@ from test_simulate import Real
 from kvkit.cache import Cache, CacheError, SequencePages
 from kvkit.format.layout import KVLayout, LayoutError
 from kvkit.handoff.ranks import divided
-from kvkit.moving.plan import SOUGHT, is_snapshot_kept, snapshots_sought
-from kvkit.moving.policy import Policy
-from kvkit.moving.sequence import Chunks, largest_record_bytes
-from kvkit.simulate.config import SimulationConfig
-from kvkit.simulate.model import Simulator
-from kvkit.simulate.traces import mixed
+from kvkit.lab.simulate.config import SimulationConfig
+from kvkit.lab.simulate.model import Simulator
+from kvkit.lab.simulate.traces import mixed
 from kvkit.staging import Staging
 from kvkit.tiers.memory import MemoryTier
 from kvkit.tiers.objects import ObjectTier
+from kvkit.transfer.plan import SOUGHT, is_snapshot_kept, snapshots_sought
+from kvkit.transfer.policy import Policy
+from kvkit.transfer.sequence import Chunks, largest_record_bytes
 
 CHUNK, MOST = 8, 6
 LAYOUT = hybrid_layout(CHUNK)

@@ -12,10 +12,10 @@ from typing import Any
 import numpy as np
 import pytest
 
-from kvkit.bench.statistics import f1, paired_p
-from kvkit.bench.tasks import python
-from kvkit.bench.tasks.registry import SETS, TASKS, samples
-from kvkit.bench.tasks.sample import DOCUMENT_TOKENS
+from kvkit.lab.quality.statistics import f1, paired_p
+from kvkit.lab.quality.tasks import python
+from kvkit.lab.quality.tasks.registry import SETS, TASKS, samples
+from kvkit.lab.quality.tasks.sample import DOCUMENT_TOKENS
 
 MADE = [kind for kind in TASKS if kind not in SETS]
 

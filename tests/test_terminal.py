@@ -18,23 +18,25 @@ from terminals import COLUMNS, in_terminal, piped
 from test_inspect import fill, form_of
 
 from benchmarks import run as benchmarks_run
-from kvkit.bench import demo, pd, quality, rag
-from kvkit.bench.client import Completion
-from kvkit.bench.prove.report import shown as proofs
-from kvkit.bench.prove.verdict import ScenarioVerdict
-from kvkit.bench.report import Measured, tables
-from kvkit.bench.workloads import CONTROL
 from kvkit.environment import host_name, slug_of
 from kvkit.kernels.tuning.assembly import Compiled
 from kvkit.kernels.tuning.configs import KernelConfig, ProblemBucket
 from kvkit.kernels.tuning.gate import CompileReport
 from kvkit.kernels.tuning.gate import shown as compiled
 from kvkit.kernels.tuning.tables import Build, Tuned, TunedKey, write_table
+from kvkit.lab.demo import conversation as demo
+from kvkit.lab.demo import pd, rag
+from kvkit.lab.prove.report import shown as proofs
+from kvkit.lab.prove.verdict import ScenarioVerdict
+from kvkit.lab.quality import comparison as quality
+from kvkit.lab.serve.client import Completion
+from kvkit.lab.serve.report import Measured, tables
+from kvkit.lab.serve.workloads import CONTROL
+from kvkit.lab.simulate.config import SimulationConfig
+from kvkit.lab.simulate.report import compare
+from kvkit.lab.simulate.report import table as simulations
+from kvkit.lab.simulate.traces import mixed
 from kvkit.observe.terminal import FittedTable, tell_json
-from kvkit.simulate.config import SimulationConfig
-from kvkit.simulate.report import compare
-from kvkit.simulate.report import table as simulations
-from kvkit.simulate.traces import mixed
 
 WORDS = st.text("abc[]1", min_size=1, max_size=12)
 TEXTS = st.lists(WORDS, min_size=1, max_size=4).map(" ".join)

@@ -14,14 +14,14 @@ import pytest
 from caches import CHUNK, DEADLINE_S, fill, make_engine, new_cache, new_staging, sequence
 
 from kvkit.cache import CacheTimeout
-from kvkit.moving import tier_set as access
-from kvkit.moving.tier_set import ASKING_THREADS
 from kvkit.staging import Lease, release_all
 from kvkit.tiers.base import HeldListener, OnComplete, Tier
 from kvkit.tiers.health import PAUSES_S
 from kvkit.tiers.objects import ObjectTier
 from kvkit.tiers.settings import TierConfig
 from kvkit.tiers.testing.faulty import Fault, FaultyTier, Wrapper
+from kvkit.transfer import tier_set as access
+from kvkit.transfer.tier_set import ASKING_THREADS
 from kvkit.workers import Transfer
 
 

@@ -22,9 +22,10 @@ from managed import ManagedCache, filled_counts
 from rich.console import Console
 from terminals import COLUMNS, command, environment, in_terminal, open_terminal, piped
 
+from kvkit.lab.watch.report import cache_section
+from kvkit.lab.watch.top import Snapshot, TopError, fetch, frame
+from kvkit.observe.access import token_for
 from kvkit.observe.http import Server
-from kvkit.observe.report import cache_section
-from kvkit.observe.top import Snapshot, TopError, fetch, frame, token_for
 from kvkit.settings import ConfigError
 from kvkit.tiers.testing.contract import DEADLINE_S
 
@@ -437,7 +438,7 @@ def test_an_address_that_is_none(url: str) -> None:
 def test_the_users_own_token_stays_on_this_host(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("KVKIT_SERVER__TOKEN", raising=False)
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path))
-    with pytest.raises(TopError, match="give the token of that endpoint"):
+    with pytest.raises(ConfigError, match="give the token of that endpoint"):
         token_for("http://192.0.2.1:9477")
     with pytest.raises(ConfigError, match="No such file"):
         token_for("http://127.0.0.1:9477")

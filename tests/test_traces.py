@@ -17,11 +17,11 @@ from pages import ROOT
 from typer.testing import CliRunner
 
 from kvkit import cli
+from kvkit.lab.simulate.config import SimulationConfig
+from kvkit.lab.simulate.model import simulate
+from kvkit.lab.simulate.trace_files import read_lines
+from kvkit.lab.simulate.traces import read_trace, write_trace
 from kvkit.settings import ConfigError
-from kvkit.simulate.config import SimulationConfig
-from kvkit.simulate.model import simulate
-from kvkit.simulate.trace_files import read_lines
-from kvkit.simulate.traces import read_trace, write_trace
 
 
 def test_the_example_is_a_trace() -> None:
@@ -160,7 +160,7 @@ def test_broken_traces(tmp_path: Path, text: str, words: tuple[str, ...]) -> Non
         assert word in str(caught.value)
 
 
-@pytest.mark.parametrize("source", ["docs/simulate.md", "kvkit/simulate/traces.py"])
+@pytest.mark.parametrize("source", ["docs/simulate.md", "kvkit/lab/simulate/traces.py"])
 def test_the_examples_of_the_page_are_read(source: str, tmp_path: Path) -> None:
     """Each line of JSON that the page and the module show, with a first line where it needs one."""
     shown = (ROOT / source).read_text()

@@ -18,8 +18,8 @@ from typer.testing import CliRunner
 from vllm_process import ENVIRONMENT
 
 from kvkit.adapters.huggingface import smollm2
-from kvkit.bench.workloads import CONTROL, WORKLOADS
 from kvkit.cli import app
+from kvkit.lab.serve.workloads import CONTROL, WORKLOADS
 
 CHUNK = 256
 FEW = (

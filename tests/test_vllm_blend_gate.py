@@ -22,11 +22,11 @@ from vllm_engine import BLOCK
 
 from kvkit.adapters.vllm.connector import KVKitConnector
 from kvkit.adapters.vllm.gate import check_model, check_precision
-from kvkit.bench.doctor import served_names
 from kvkit.blend import gate
 from kvkit.blend.plan import BlendError, Selection
-from kvkit.moving import precision
+from kvkit.doctor.report import served_names
 from kvkit.settings import ConfigError
+from kvkit.transfer import precision
 
 UNLESS = "blend.unchecked = true"
 COMMIT = "a" * 40

@@ -24,8 +24,8 @@ from small_models import VOCABULARY
 from vllm_engine import Engine, Settings, prompt
 
 from kvkit.adapters.huggingface import gemma, smollm2
-from kvkit.bench.tasks.registry import samples
 from kvkit.environment import describe, version_of
+from kvkit.lab.quality.tasks.registry import samples
 
 RESULTS = Path(__file__).parent.parent / "benchmarks/results/blend-models.json"
 CHUNK = 32

@@ -27,9 +27,9 @@ from waiting import wait_for
 
 from kvkit.adapters.huggingface.growing import GrowingCache
 from kvkit.adapters.vllm import stats
-from kvkit.bench.judge import MeasuredModel
-from kvkit.bench.precision import restore
 from kvkit.format.record import read_header
+from kvkit.lab.quality.judge import MeasuredModel
+from kvkit.lab.quality.precision import restore
 from kvkit.router.index import BlockIndex
 
 

@@ -21,10 +21,10 @@ from waiting import wait_for
 from kvkit.adapters.engine.lookup_request import LookupAnswer, LookupRequest, Lora, Sequence
 from kvkit.adapters.vllm.step import LoadTask, SaveTask, SendTask, StepMetadata
 from kvkit.handoff.protocol.states import Phase
-from kvkit.moving.policy import RequestPolicy
 from kvkit.staging import release_all
 from kvkit.tiers.testing.contract import record_names
 from kvkit.tiers.testing.faulty import Fault
+from kvkit.transfer.policy import RequestPolicy
 
 
 @pytest.fixture(params=["async", "sync"])

@@ -37,7 +37,7 @@ from kvkit.adapters.vllm.identity import (
     model_identity,
 )
 from kvkit.format.layout import KVLayout, Namespace
-from kvkit.moving.sequence import Chunks
+from kvkit.transfer.sequence import Chunks
 
 IDS = np.arange(8 * BLOCK, dtype=np.int32)
 

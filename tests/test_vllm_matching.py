@@ -15,7 +15,7 @@ from kvkit.adapters.engine.lookup_request import LookupAnswer, LookupRequest, Se
 from kvkit.adapters.vllm.params import RemoteDecode, RemotePrefill
 from kvkit.adapters.vllm.scheduler import FRESH_S, PATIENCE_S, Scheduler
 from kvkit.adapters.vllm.step import WorkerReport
-from kvkit.moving.policy import RequestPolicy
+from kvkit.transfer.policy import RequestPolicy
 
 TABLE = list(range(1, 13))
 

@@ -36,8 +36,8 @@ from kvkit.adapters.vllm.media import Media, identity
 from kvkit.format.keys import chunk_keys
 from kvkit.format.layout import KVLayout, LayerGroup, Namespace
 from kvkit.handoff.prompt import tail_of
-from kvkit.moving.sequence import Chunks
 from kvkit.settings import ConfigError
+from kvkit.transfer.sequence import Chunks
 
 Medium = tuple[str, int, int]
 media = st.lists(

@@ -18,7 +18,7 @@ from kvkit.format.layout import Namespace
 from kvkit.format.rope import Rope
 from kvkit.kernels.pages.api import pack
 from kvkit.kernels.pages.reference import rotate
-from kvkit.moving.sequence import formats_of
+from kvkit.transfer.sequence import formats_of
 
 NAMES = ["layers.0", "layers.1", "layers.2"]
 ROPE = Rope((1.0, 0.3, 0.1, 0.01))

@@ -17,11 +17,11 @@ from small_models import save_with_tokenizer
 from vllm_engine import BLOCK, Settings, connector, on_disk
 from vllm_server import Served
 
-from kvkit.bench.prove.engines import PROBE
-from kvkit.bench.prove.options import ProveOptions
-from kvkit.bench.prove.preparation import prepared
-from kvkit.bench.prove.run import run
-from kvkit.bench.prove.verdict import ScenarioVerdict
+from kvkit.lab.prove.engines import PROBE
+from kvkit.lab.prove.options import ProveOptions
+from kvkit.lab.prove.preparation import prepared
+from kvkit.lab.prove.run import run
+from kvkit.lab.prove.verdict import ScenarioVerdict
 
 FIRST = {
     "stale page": r"layers\.3\.\S+, block 0, head 0",
@@ -144,7 +144,7 @@ def test_every_planted_defect_is_found(fault: str, reference: Probed, stored: Pr
 def test_where_nothing_is_loaded_nothing_is_proven(
     reference: Probed, stored: Probed, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("kvkit.bench.prove.run.ATTEMPTS_S", 0.0)
+    monkeypatch.setattr("kvkit.lab.prove.run.ATTEMPTS_S", 0.0)
     (stored.folder / "fault").write_text(NOTHING)
     verdict = of_servers(reference, stored, "warm")["warm"]
     assert (verdict.outcome, verdict.why) == ("not proven", "nothing was loaded: all was computed")

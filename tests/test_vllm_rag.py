@@ -14,11 +14,12 @@ from small_models import save_with_tokenizer
 from transformers import AutoTokenizer
 from vllm_process import ENVIRONMENT
 
-from kvkit.bench import rag, serve
-from kvkit.bench.client import blend_tokens, connect
-from kvkit.bench.options import Traffic
-from kvkit.bench.systems import Setup, started
-from kvkit.bench.workloads import WORKLOADS
+from kvkit.lab.demo import rag
+from kvkit.lab.serve import run as serve
+from kvkit.lab.serve.client import blend_tokens, connect
+from kvkit.lab.serve.options import Traffic
+from kvkit.lab.serve.systems import Setup, started
+from kvkit.lab.serve.workloads import WORKLOADS
 
 OPTIONS = ("--enforce-eager", "--enable-prefix-caching", "--max-logprobs", str(rag.LISTED))
 SIZES = ("--max-model-len", "2048", "--kv-cache-memory-bytes", str(256 << 20))

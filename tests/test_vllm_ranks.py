@@ -22,8 +22,8 @@ from kvkit.adapters.engine.lookup_request import LookupRequest, Sequence
 from kvkit.adapters.vllm.pages import RankHeads, group_pages, rank_heads
 from kvkit.adapters.vllm.step import LoadTask, StepMetadata
 from kvkit.format.names import coordinates
-from kvkit.moving.sequence import Chunks
 from kvkit.settings import ConfigError
+from kvkit.transfer.sequence import Chunks
 
 SIZES = (1, 2, 4)
 """Ranks; of four, two have the same head."""

@@ -18,8 +18,8 @@ from kvkit.adapters.vllm.params import RemoteDecode, RemotePrefill
 from kvkit.adapters.vllm.scheduler import Scheduler
 from kvkit.adapters.vllm.settings import read_settings
 from kvkit.adapters.vllm.step import RetainTask, SaveTask
-from kvkit.moving.policy import DEFAULT_REQUEST_POLICY, RequestPolicy
 from kvkit.settings import ConfigError
+from kvkit.transfer.policy import DEFAULT_REQUEST_POLICY, RequestPolicy
 
 BLOCKS = ([1, 2, 3, 4, 5, 6],)
 

@@ -22,8 +22,8 @@ from kvkit.adapters.vllm.step import LoadTask
 from kvkit.format.layout import KVLayout, Precision
 from kvkit.format.names import coordinates
 from kvkit.kernels.pages import reference
-from kvkit.moving.sequence import Chunks
 from kvkit.settings import ConfigError
+from kvkit.transfer.sequence import Chunks
 
 HEADS, LAYERS = 2, 6
 NAMES = [f"layers.{i}" for i in range(LAYERS)]

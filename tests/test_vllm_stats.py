@@ -20,7 +20,7 @@ from kvkit.adapters.vllm.stats import METRICS, PromMetrics, Recorder, Refusals, 
 from kvkit.adapters.vllm.step import BlendDone
 from kvkit.cache import Loaded, Stored
 from kvkit.format.layout import KVLayout, LayerGroup, Namespace
-from kvkit.moving.counts import Counts
+from kvkit.transfer.counters import Counts
 
 FIRST = {"lookup_tokens": 64, "hit_tokens": {"disk": 32}, "loaded_bytes": {"disk": 100}}
 SECOND = {"hit_tokens": {"disk": 16, "memory": 8}, "loaded_bytes": {"disk": 50}, "load_errors": 1}

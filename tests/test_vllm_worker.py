@@ -20,8 +20,8 @@ from waiting import wait_for
 from kvkit.adapters.engine.lookup_request import LookupRequest, Lora, Sequence, TokenIds
 from kvkit.adapters.vllm.loras import Loras
 from kvkit.adapters.vllm.step import LoadTask, PrefetchTask, SaveTask
-from kvkit.moving.sequence import UnknownModel
 from kvkit.tiers.testing.faulty import Fault
+from kvkit.transfer.sequence import UnknownModel
 from kvkit.workers import Transfer
 
 

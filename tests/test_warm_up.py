@@ -11,10 +11,10 @@ import pytest
 import torch
 from test_cache import make_engine, open_cache, sequence
 
-import kvkit.moving.layerwise
-import kvkit.moving.sequence
-import kvkit.moving.store
-import kvkit.moving.warm_up
+import kvkit.transfer.layerwise
+import kvkit.transfer.sequence
+import kvkit.transfer.store
+import kvkit.transfer.warm_up
 from kvkit.cache import CacheError, SequencePages
 from kvkit.kernels.pages import device
 from kvkit.kernels.pages.api import Pages
@@ -54,10 +54,10 @@ def compiled(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
         return move
 
     monkeypatch.setattr(DeviceMove, "launch", launch)
-    monkeypatch.setattr(kvkit.moving.warm_up, "COUNTS", (1, 3))
-    for module in (kvkit.moving.store, kvkit.moving.layerwise, kvkit.moving.warm_up):
+    monkeypatch.setattr(kvkit.transfer.warm_up, "COUNTS", (1, 3))
+    for module in (kvkit.transfer.store, kvkit.transfer.layerwise, kvkit.transfer.warm_up):
         monkeypatch.setattr(module, "pack", mover(True))
-    for module in (kvkit.moving.sequence, kvkit.moving.layerwise, kvkit.moving.warm_up):
+    for module in (kvkit.transfer.sequence, kvkit.transfer.layerwise, kvkit.transfer.warm_up):
         monkeypatch.setattr(module, "unpack", mover(False))
     return found
 

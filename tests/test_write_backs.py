@@ -13,13 +13,13 @@ from caches import CHUNK, DEADLINE_S, fill, make_engine, new_cache, new_staging,
 from engine import Engine
 
 from kvkit.cache import Cache, Hit
-from kvkit.moving import sequence as sequences
-from kvkit.moving.reads import PlanReads
 from kvkit.staging import Lease, release_all
 from kvkit.tiers.base import OnComplete, Tier
 from kvkit.tiers.memory import MemoryTier
 from kvkit.tiers.objects import ObjectTier
 from kvkit.tiers.testing.faulty import Fault, FaultyTier, Wrapper
+from kvkit.transfer import sequence as sequences
+from kvkit.transfer.read_pipeline import PlanReads
 
 
 class Logged(Wrapper):

@@ -10,14 +10,14 @@ from pathlib import Path
 import pytest
 from caches import CHUNK, DEADLINE_S, fill, make_engine, new_cache, new_staging, sequence
 
-from kvkit.moving import writes
-from kvkit.moving.policy import DEFAULT_REQUEST_POLICY
-from kvkit.moving.writes import Batch, Outstanding, WriteJob, WriteQueue
 from kvkit.staging import Lease, Staging, release_all
 from kvkit.tiers.base import Tier
 from kvkit.tiers.memory import MemoryTier
 from kvkit.tiers.objects import ObjectTier
 from kvkit.tiers.testing.faulty import Fault, FaultyTier
+from kvkit.transfer import write_pipeline as writes
+from kvkit.transfer.policy import DEFAULT_REQUEST_POLICY
+from kvkit.transfer.write_pipeline import Batch, Outstanding, WriteJob, WriteQueue
 
 
 def hanging(folder: Path, name: str) -> FaultyTier:

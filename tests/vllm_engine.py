@@ -308,7 +308,7 @@ class _Served:
 
     def record_bytes(self, tokens: int) -> int:
         """Of a chunk of so many tokens, over all groups of layers."""
-        from kvkit.moving.sequence import formats_of
+        from kvkit.transfer.sequence import formats_of
 
         (worker,) = _workers()
         space = replace(worker.cache.namespace, chunk_tokens=tokens)

@@ -12,7 +12,7 @@ import numpy.typing as npt
 from kvkit.cache import Cache
 from kvkit.format.layout import LayoutError, Namespace
 from kvkit.format.record import Header, RecordError, RecordFormat, read_header
-from kvkit.moving.sequence import formats_of
+from kvkit.transfer.sequence import formats_of
 from kvkit.workers import Workers
 
 

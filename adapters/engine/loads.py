@@ -11,8 +11,8 @@ from dataclasses import dataclass, replace
 from typing import Literal, TypeVar
 
 from kvkit.cache import Cache, Loaded
-from kvkit.moving.layerwise import LayerLoad
-from kvkit.moving.sequence import Hit, SequencePages
+from kvkit.transfer.layerwise import LayerLoad
+from kvkit.transfer.sequence import Hit, SequencePages
 from kvkit.workers import Transfer
 
 log = logging.getLogger(__name__)

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from kvkit.moving.policy import DEFAULT_REQUEST_POLICY, RequestPolicy
+from kvkit.transfer.policy import DEFAULT_REQUEST_POLICY, RequestPolicy
 
 TokenIds = npt.NDArray[np.int32]
 

@@ -18,7 +18,7 @@ from kvkit.handoff.prompt import tail_of
 from kvkit.handoff.protocol.messages import HANDOFF
 from kvkit.handoff.protocol.states import Phase
 from kvkit.handoff.receiver import Receiver
-from kvkit.moving.sequence import Chunks, Hit
+from kvkit.transfer.sequence import Chunks, Hit
 from kvkit.workers import Transfer
 
 log = logging.getLogger(__name__)

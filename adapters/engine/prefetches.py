@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from kvkit.adapters.engine.lookup_request import TokenIds
 from kvkit.cache import Cache
 from kvkit.format.layout import Namespace
-from kvkit.moving.sequence import Hit
+from kvkit.transfer.sequence import Hit
 from kvkit.workers import Transfer
 
 

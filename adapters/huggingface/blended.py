@@ -33,7 +33,7 @@ from kvkit.format.layout import LayoutError, Namespace, layer_windows
 from kvkit.format.rope import Rope, Rotation
 from kvkit.kernels.attention.layer import Scoring
 from kvkit.kernels.checks import LaunchError
-from kvkit.moving.policy import DEFAULT_REQUEST_POLICY, RequestPolicy
+from kvkit.transfer.policy import DEFAULT_REQUEST_POLICY, RequestPolicy
 
 _PROBE_TOKENS = 12
 

@@ -24,8 +24,8 @@ from kvkit.cache import Cache, Stored
 from kvkit.config import Config, open_cache
 from kvkit.format.keys import as_tokens
 from kvkit.format.layout import KVLayout
-from kvkit.moving.policy import DEFAULT_REQUEST_POLICY, RequestPolicy
-from kvkit.moving.precision import check
+from kvkit.transfer.policy import DEFAULT_REQUEST_POLICY, RequestPolicy
+from kvkit.transfer.precision import check
 
 
 @dataclass(frozen=True, slots=True)

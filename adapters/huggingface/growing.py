@@ -15,7 +15,7 @@ from kvkit.adapters.huggingface.states import Snapshots, StateTensor, states_of
 from kvkit.cache import Cache, Loaded, SequencePages
 from kvkit.format.layout import KVLayout, Namespace
 from kvkit.kernels.pages.api import Pages
-from kvkit.moving.policy import DEFAULT_REQUEST_POLICY, RequestPolicy
+from kvkit.transfer.policy import DEFAULT_REQUEST_POLICY, RequestPolicy
 
 ROUND_TOKENS = 256
 """Room for KV is a multiple of this many tokens."""

@@ -16,6 +16,7 @@ from functools import cache
 from pathlib import Path
 
 from kvkit.environment import cache_folder
+from kvkit.settings import CommandError
 
 log = logging.getLogger(__name__)
 
@@ -24,7 +25,7 @@ GGUF = "SmolLM2-135M-Instruct.Q4_1.gguf"
 NAME = "SmolLM2-135M-Instruct"
 
 
-class ModelError(RuntimeError):
+class ModelError(CommandError):
     """The model could not be fetched or converted. The message states what to do."""
 
 

@@ -52,9 +52,9 @@ from kvkit.adapters.vllm.worker import Worker
 from kvkit.adapters.vllm.written import check_written
 from kvkit.blend.plan import BlendError, Selection
 from kvkit.format.layout import KVLayout, Namespace
-from kvkit.moving.policy import DEFAULT_REQUEST_POLICY, RequestPolicy
-from kvkit.moving.requests import FIELD, read
 from kvkit.settings import ConfigError
+from kvkit.transfer.policy import DEFAULT_REQUEST_POLICY, RequestPolicy
+from kvkit.transfer.requests import FIELD, read
 
 if TYPE_CHECKING:
     from vllm.distributed.kv_events import KVCacheEvent

@@ -12,8 +12,8 @@ from kvkit.adapters.vllm.identity import folder_fingerprint, weights_of
 from kvkit.blend import gate
 from kvkit.blend.plan import BlendError, Selection
 from kvkit.format.layout import Precision
-from kvkit.moving import precision as measured
 from kvkit.settings import ConfigError
+from kvkit.transfer import precision as measured
 
 
 def folder_name(folder: Path, weights: str = "") -> str:
@@ -75,8 +75,8 @@ def check_precision(vllm_config: Any, precision: Precision, unless: str) -> None
     """Refuse an engine whose model's KV has not been found fit for records of this precision.
 
     Raises:
-        ConfigError: as `kvkit.moving.precision.check`, or the engine changes the model's config, or stores KV
-            in another form than is measured.
+        ConfigError: as `kvkit.transfer.precision.check`, or the engine changes the model's config, or
+            stores KV in another form than is measured.
     """
     if vllm_config.model_config.use_mla:
         raise ConfigError(

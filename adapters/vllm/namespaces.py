@@ -8,7 +8,7 @@ from dataclasses import replace
 from kvkit.adapters.engine.lookup_request import Sequence
 from kvkit.adapters.vllm.loras import Loras
 from kvkit.format.layout import Namespace
-from kvkit.moving.sequence import UnknownModel
+from kvkit.transfer.sequence import UnknownModel
 
 
 class Namespaces:

@@ -26,8 +26,8 @@ from kvkit.adapters.vllm import compat, states
 from kvkit.adapters.vllm.blending.order import PageOrder
 from kvkit.format.layout import KVLayout, LayerGroup, LayoutError, Precision, heads_of
 from kvkit.kernels.pages.api import Pages
-from kvkit.moving.sequence import SequencePages
 from kvkit.settings import ConfigError
+from kvkit.transfer.sequence import SequencePages
 
 _KNOWN = (FullAttentionSpec, MLAAttentionSpec, SlidingWindowSpec, ChunkedLocalAttentionSpec, MambaSpec)
 

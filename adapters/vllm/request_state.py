@@ -9,7 +9,7 @@ from typing import Any
 from kvkit.adapters.engine.lookup_request import LookupAnswer
 from kvkit.adapters.vllm.blending.scheduling import Blend
 from kvkit.adapters.vllm.params import RemoteDecode, RemotePrefill
-from kvkit.moving.policy import RequestPolicy
+from kvkit.transfer.policy import RequestPolicy
 
 
 @dataclass(slots=True)

@@ -40,8 +40,8 @@ from kvkit.adapters.vllm.step import (
     WorkerReport,
     cut,
 )
-from kvkit.moving.plan import is_snapshot_kept
-from kvkit.moving.policy import DEFAULT_REQUEST_POLICY, RequestPolicy
+from kvkit.transfer.plan import is_snapshot_kept
+from kvkit.transfer.policy import DEFAULT_REQUEST_POLICY, RequestPolicy
 
 log = logging.getLogger(__name__)
 
@@ -67,7 +67,7 @@ class Scheduler:
         sequence: returns the first n tokens of a request, as keys see them; None if it cannot be cached.
         windows: whether running requests lose blocks of K and V (those that sliding windows have left).
         states: numbers of the tables of states, and whether these run (`kvkit.adapters.vllm.states`).
-        snapshot_every: as in `kvkit.moving.plan.is_snapshot_kept`.
+        snapshot_every: as in `kvkit.transfer.plan.is_snapshot_kept`.
         recompute_last_block: whether a draft model's KV of a token depends on later tokens, so that the end
             of a hit is computed again.
         ranks: number of workers that answer lookups.

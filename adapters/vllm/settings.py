@@ -10,9 +10,9 @@ from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationErr
 from kvkit.blend.methods.registry import served
 from kvkit.config import Config, load_config
 from kvkit.handoff.protocol.messages import HANDOFF
-from kvkit.moving.policy import PolicyError, check_named, in_effect
-from kvkit.moving.requests import RequestLimits
 from kvkit.settings import ConfigError, explain
+from kvkit.transfer.policy import PolicyError, check_named, in_effect
+from kvkit.transfer.requests import RequestLimits
 
 WHERE = "kv_connector_extra_config"
 

@@ -17,8 +17,8 @@ from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorProm
 from kvkit.adapters.vllm.step import BlendDone
 from kvkit.cache import Cache, Loaded, Stored
 from kvkit.handoff.protocol.messages import HANDOFF
-from kvkit.moving.counts import BYTES_PER_SECOND, Counts
-from kvkit.moving.sequence import formats_of
+from kvkit.transfer.counters import BYTES_PER_SECOND, Counts
+from kvkit.transfer.sequence import formats_of
 
 METRICS = """\
 | metric | labels | meaning |

@@ -16,7 +16,7 @@ from kvkit.adapters.engine.changes import Change
 from kvkit.adapters.engine.listing import ListedChunk
 from kvkit.adapters.engine.lookup_request import LookupAnswer, LookupRequest, Sequence
 from kvkit.blend.plan import Selection, Span
-from kvkit.moving.policy import DEFAULT_REQUEST_POLICY, RequestPolicy
+from kvkit.transfer.policy import DEFAULT_REQUEST_POLICY, RequestPolicy
 
 Tables = tuple[list[int], ...]
 """Block ids of a request per KV cache group of vLLM; -1: the block is missing, or must not be touched."""

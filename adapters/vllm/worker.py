@@ -48,7 +48,7 @@ from kvkit.format.layout import KVLayout, Namespace
 from kvkit.handoff.prompt import PromptPiece, Prompts
 from kvkit.handoff.protocol.messages import HANDOFF
 from kvkit.handoff.tier import HandoffTier
-from kvkit.moving.sequence import Chunks, SequencePages, formats_of
+from kvkit.transfer.sequence import Chunks, SequencePages, formats_of
 from kvkit.workers import Transfer
 
 log = logging.getLogger(__name__)

@@ -9,9 +9,9 @@ from functools import partial
 
 from kvkit.handoff.sender import HandoffError, RemoteSlots
 from kvkit.handoff.transport.channel import ChannelError
-from kvkit.moving.layerwise import LayerStore, Lend
-from kvkit.moving.store import Stored
 from kvkit.staging import Lease
+from kvkit.transfer.layerwise import LayerStore, Lend
+from kvkit.transfer.store import Stored
 from kvkit.workers import Transfer
 
 log = logging.getLogger(__name__)

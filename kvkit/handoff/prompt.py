@@ -21,10 +21,10 @@ from kvkit.handoff.protocol.states import RequestRef
 from kvkit.handoff.ranks import RankShare, divided, fits, shares
 from kvkit.handoff.sender import HandoffError, Sender, Sending
 from kvkit.handoff.transport.addresses import RANK, of_rank
-from kvkit.moving.layerwise import LayerStore, Lend
-from kvkit.moving.sequence import Chunks, SequencePages
-from kvkit.moving.store import Stored
 from kvkit.staging import Staging
+from kvkit.transfer.layerwise import LayerStore, Lend
+from kvkit.transfer.sequence import Chunks, SequencePages
+from kvkit.transfer.store import Stored
 from kvkit.workers import Transfer, Workers
 
 log = logging.getLogger(__name__)

@@ -23,10 +23,10 @@ from kvkit.handoff.sender import Sender
 from kvkit.handoff.tier import HandoffTier
 from kvkit.handoff.transport import addresses, tls
 from kvkit.handoff.transport.link import Identity
-from kvkit.moving.policy import Policy, Role, for_role
-from kvkit.moving.sequence import largest_record_bytes
 from kvkit.staging import PAGE_BYTES, Staging
 from kvkit.tiers.base import Tier
+from kvkit.transfer.policy import Policy, Role, for_role
+from kvkit.transfer.sequence import largest_record_bytes
 
 log = logging.getLogger(__name__)
 

@@ -11,7 +11,9 @@ import socket
 import stat
 import tempfile
 from pathlib import Path
+from urllib.parse import urlsplit
 
+from kvkit.environment import is_loopback
 from kvkit.settings import ConfigError
 
 DEFAULT_PORT = 9477
@@ -90,3 +92,22 @@ def check_token(token: str, setting: str) -> None:
     """
     if len(token) < MIN_TOKEN_CHARS or not token.isascii() or not token.isprintable() or " " in token:
         raise ConfigError(f"{setting}: want at least {MIN_TOKEN_CHARS} printable ASCII characters, no spaces")
+
+
+def token_for(url: str, token_file: Path | None = None) -> str:
+    """Return the token for `url`: of `token_file`, else KVKIT_SERVER__TOKEN, else this user's own.
+
+    The user's own token is sent to this host only: other hosts have no use for it.
+
+    Raises:
+        ConfigError: `url` is on another host and no token was given, or the file holds no token or every user
+            can read it.
+    """
+    if token_file is not None:
+        return read_token(token_file)
+    if given := os.environ.get("KVKIT_SERVER__TOKEN"):
+        return given
+    host = urlsplit(url).hostname or ""
+    if not is_loopback(host):
+        raise ConfigError(f"{url}: give the token of that endpoint (--token-file, or KVKIT_SERVER__TOKEN)")
+    return read_token(default_token_file())

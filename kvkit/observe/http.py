@@ -43,12 +43,12 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from kvkit.cache import Cache
 from kvkit.environment import is_loopback
 from kvkit.format.layout import Namespace
-from kvkit.moving.sequence import UnknownModel
 from kvkit.observe import metrics
 from kvkit.observe.access import DEFAULT_PORT, check_token, listen
 from kvkit.observe.connections import HttpListener
 from kvkit.settings import ConfigError
 from kvkit.tiers.health import HealthState
+from kvkit.transfer.sequence import UnknownModel
 from kvkit.workers import Workers
 
 log = logging.getLogger(__name__)

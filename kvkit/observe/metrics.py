@@ -21,8 +21,8 @@ from kvkit.format.record import Damage
 from kvkit.handoff.protocol.outgoing import Stage
 from kvkit.handoff.protocol.states import Outcome, Phase
 from kvkit.handoff.tier import HandoffTier
-from kvkit.moving.counts import Counts
 from kvkit.tiers.health import HealthState
+from kvkit.transfer.counters import Counts
 
 METRICS = """\
 | metric | labels | meaning |

@@ -18,12 +18,12 @@ from typing import Annotated, Any
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from kvkit.moving.requests import RequestLimits
 from kvkit.router.engines import CacheLookup, Engine, Lookup, LookupQuery, ask_each
 from kvkit.router.openai import BadRequest, Body, ParsedRequest, read_body, shown
 from kvkit.router.spans import LEAST_TOKENS, TokenArray, tokens_of
 from kvkit.router.tokens import Headers, Recent, Tokenizer
 from kvkit.settings import explain
+from kvkit.transfer.requests import RequestLimits
 
 MAX_KEPT_BYTES = 256 << 20
 """Maximum memory for posted documents: 64 Mi tokens of long ones."""

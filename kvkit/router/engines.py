@@ -12,7 +12,7 @@ from typing import Literal, TypeVar
 
 import aiohttp
 
-from kvkit.observe.top import TopError, token_for
+from kvkit.observe.access import token_for
 from kvkit.router import openai
 from kvkit.router.openai import Body, ParsedRequest
 from kvkit.router.routing import Candidate
@@ -41,7 +41,7 @@ PLAIN = {"Accept-Encoding": "identity"}
 
 _RANK_HEADER = "X-data-parallel-rank"
 _UNKNOWN = "%s: it is not known what engine %s holds"
-_NO_ANSWER = (aiohttp.ClientError, OSError, ConfigError, TopError, ValueError)
+_NO_ANSWER = (aiohttp.ClientError, OSError, ConfigError, ValueError)
 EngineAnswer = tuple[int, bytes]
 """An engine's error response: HTTP status, 400 to 599, and JSON object."""
 

@@ -12,9 +12,9 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any, Literal
 
-from kvkit.moving import requests
-from kvkit.moving.requests import RequestLimits
 from kvkit.settings import ConfigError
+from kvkit.transfer import requests
+from kvkit.transfer.requests import RequestLimits
 
 Kind = Literal["completions", "chat"]
 Body = dict[str, Any]

@@ -12,9 +12,9 @@ from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationErr
 
 from kvkit.blend.methods.registry import served
 from kvkit.handoff.transport import addresses
-from kvkit.moving.requests import RequestLimits
 from kvkit.router.routing import RoutingLimits
 from kvkit.settings import ConfigError, explain, read_toml
+from kvkit.transfer.requests import RequestLimits
 
 DEFAULT_PORT = 8000
 

@@ -24,8 +24,8 @@ from kvkit.config import load_config, open_cache
 from kvkit.handoff.protocol.states import Phase
 from kvkit.handoff.sender import HandoffError
 from kvkit.handoff.tier import HandoffTier
-from kvkit.moving.sequence import Chunks, Hit
 from kvkit.tiers import health
+from kvkit.transfer.sequence import Chunks, Hit
 
 CHUNK = 8
 PATHS = ("00000", "00011", "01100", "10101")

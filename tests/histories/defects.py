@@ -17,12 +17,12 @@ from kvkit.format import record as records
 from kvkit.format.keys import namespace_digest
 from kvkit.format.layout import Namespace
 from kvkit.handoff.receiver import Receiver
-from kvkit.moving.tier_set import TierSet
 from kvkit.staging import Lease
 from kvkit.tiers.folder import Folder
 from kvkit.tiers.objects import ObjectTier
 from kvkit.tiers.redis import RedisTier
 from kvkit.tiers.shm.tier import ShmTier
+from kvkit.transfer.tier_set import TierSet
 
 LATER_S = 0.02
 """How much later than it should something is done: others look meanwhile."""

@@ -16,7 +16,7 @@ from models.architectures import Architecture
 from models.ways import Visit
 from vllm_engine import Engine, Settings
 
-from kvkit.bench.systems import free_port, serving
+from kvkit.lab.serve.systems import free_port, serving
 
 CONNECTOR = "lmcache.integration.vllm.lmcache_mp_connector"
 

@@ -16,7 +16,7 @@ from models.faults import StoredRecord, stored, with_fault
 from small_models import VOCABULARY
 from vllm_engine import Engine, Settings, connector, prompt
 
-from kvkit.bench.prove.verdict import Reply, compare
+from kvkit.lab.prove.verdict import Reply, compare
 
 ANSWER = 8
 LIKELY = 5

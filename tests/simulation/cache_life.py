@@ -21,13 +21,13 @@ import numpy as np
 from kvkit.cache import Cache, CacheTimeout
 from kvkit.format.layout import KVLayout, LayerGroup, Namespace
 from kvkit.format.record import RecordFormat
-from kvkit.moving.policy import Policy
-from kvkit.moving.sequence import Chunks, Hit, SequencePages, formats_of, largest_record_bytes
 from kvkit.staging import Staging, StagingError, release_all
 from kvkit.tiers.base import Tier, TierError
 from kvkit.tiers.memory import MemoryTier
 from kvkit.tiers.objects import ObjectTier
 from kvkit.tiers.settings import TierConfig
+from kvkit.transfer.policy import Policy
+from kvkit.transfer.sequence import Chunks, Hit, SequencePages, formats_of, largest_record_bytes
 from kvkit.workers import Closed, Transfer
 from simulation.scheduler import START_S
 from simulation.world import SimulatedKernels, SimulatedPages, SimulatedStore, World, short
@@ -132,10 +132,10 @@ class CacheLife:
         world.instead |= {
             ("kvkit.cache", "_warm_up"): lambda: None,
             ("kvkit.format.arrays", "metadata"): lambda *_: b"{}",  # Zarr has threads of its own
-            ("kvkit.moving.store", "pack"): kernels.pack,
-            ("kvkit.moving.layerwise", "pack"): kernels.pack,
-            ("kvkit.moving.layerwise", "unpack"): kernels.unpack,
-            ("kvkit.moving.sequence", "unpack"): kernels.unpack,
+            ("kvkit.transfer.store", "pack"): kernels.pack,
+            ("kvkit.transfer.layerwise", "pack"): kernels.pack,
+            ("kvkit.transfer.layerwise", "unpack"): kernels.unpack,
+            ("kvkit.transfer.sequence", "unpack"): kernels.unpack,
             ("kvkit.tiers.objects", "open_store"): lambda name, url, config: self.stores[name],
         }
         self.plan = plan = Plan.of(world)

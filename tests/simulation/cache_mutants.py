@@ -5,12 +5,16 @@ from __future__ import annotations
 from simulation.mutant import Mutant
 
 STAGING, WORKERS = "kvkit/staging.py", "kvkit/workers.py"
-PUTS, PROMISES, READS = "kvkit/moving/writes.py", "kvkit/moving/pending_stores.py", "kvkit/moving/reads.py"
-TIERS, STORE, LOAD = "kvkit/moving/tier_set.py", "kvkit/moving/store.py", "kvkit/moving/load.py"
-PREFETCHED, BACK = "kvkit/moving/prefetched.py", "kvkit/moving/write_backs.py"
+PUTS, PROMISES, READS = (
+    "kvkit/transfer/write_pipeline.py",
+    "kvkit/transfer/pending_stores.py",
+    "kvkit/transfer/read_pipeline.py",
+)
+TIERS, STORE, LOAD = "kvkit/transfer/tier_set.py", "kvkit/transfer/store.py", "kvkit/transfer/load.py"
+PREFETCHED, BACK = "kvkit/transfer/prefetched.py", "kvkit/transfer/write_backs.py"
 MEMORY, OBJECTS, BASE = "kvkit/tiers/memory.py", "kvkit/tiers/objects.py", "kvkit/tiers/base.py"
-HEALTH, CACHE, LAYERS = "kvkit/tiers/health.py", "kvkit/cache.py", "kvkit/moving/layerwise.py"
-CLOSING = "kvkit/moving/closing.py"
+HEALTH, CACHE, LAYERS = "kvkit/tiers/health.py", "kvkit/cache.py", "kvkit/transfer/layerwise.py"
+CLOSING = "kvkit/transfer/closing.py"
 
 CACHE_MUTANTS = (
     # locks that are not taken

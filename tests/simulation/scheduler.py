@@ -404,7 +404,14 @@ class Scheduler:
         return f", in {' < '.join(found)}" if found else ""
 
 
-PURE = ("/format/", "/eviction/", "/moving/plan.py", "/moving/policy.py", "/moving/counts.py", "/protocol/")
+PURE = (
+    "/format/",
+    "/eviction/",
+    "/transfer/plan.py",
+    "/transfer/policy.py",
+    "/transfer/counters.py",
+    "/protocol/",
+)
 
 
 def is_product(file: str) -> bool:

@@ -26,7 +26,7 @@ from kvkit.adapters.vllm.blending.rows import lora_request
 from kvkit.adapters.vllm.step import Arrival, BlendDone, BlendTask, Tables
 from kvkit.blend.plan import Span, plan_blend
 from kvkit.cache import Cache, Loaded
-from kvkit.moving.sequence import Hit, SequencePages
+from kvkit.transfer.sequence import Hit, SequencePages
 from kvkit.workers import Transfer
 
 log = logging.getLogger(__name__)

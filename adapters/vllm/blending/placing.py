@@ -17,7 +17,7 @@ from kvkit.format.record import RecordFormat
 from kvkit.format.rope import Rope, Rotation
 from kvkit.kernels.pages.api import Pages, unpack
 from kvkit.kernels.pages.streams import CudaEvents
-from kvkit.moving.sequence import SequencePages
+from kvkit.transfer.sequence import SequencePages
 
 
 @dataclass(frozen=True, slots=True)

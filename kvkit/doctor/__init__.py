@@ -1,0 +1,1 @@
+"""`kvkit doctor`: what is installed, and whether kernels and tiers work."""

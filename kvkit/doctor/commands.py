@@ -1,0 +1,64 @@
+"""The command `kvkit doctor`."""
+
+from __future__ import annotations
+
+from importlib.metadata import entry_points
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from kvkit.settings import CommandError, import_from_here
+
+MEASUREMENTS = "kvkit.doctor"
+"""Group of entry points that measure a model: `blend` and `precision`."""
+
+
+def doctor(
+    config: Annotated[
+        Path | None, typer.Argument(help="a configuration file to check: puts a record into every tier")
+    ] = None,
+    blend: Annotated[
+        str | None, typer.Option(help="hub id, folder or gemma: measure whether this model may be blended")
+    ] = None,
+    precision: Annotated[
+        tuple[str, str] | None,
+        typer.Option(
+            metavar="FORM MODEL",
+            help="fp8 or int8, and hub id, folder or gemma: measure whether this model's KV may be quantised",
+        ),
+    ] = None,
+    verbose: Annotated[bool, typer.Option("--verbose", help="list packages, settings and notes")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="print the findings as JSON")] = False,
+) -> None:
+    """Report what is installed and missing, test the kernels, and check a configuration file or a model.
+
+    With a configuration, puts, reads and deletes a record in every tier. Exit status 1: a check failed.
+    """
+    from rich.console import Console
+
+    from kvkit.doctor.report import examine
+
+    if (verbose or as_json) and (blend or precision):
+        raise typer.BadParameter("--verbose and --json are not for --blend and --precision")
+    console = Console()
+    if precision is not None:
+        _measurement("precision")(*precision, console)
+        return
+    if blend is not None:
+        _measurement("blend")(blend, console)
+        return
+    import_from_here()  # custom eviction policies
+    if not examine(config, console, verbose=verbose, as_json=as_json):
+        raise typer.Exit(1)
+
+
+def _measurement(name: str) -> Any:
+    """Return the function that measures a model.
+
+    Raises:
+        CommandError: no installed package has it.
+    """
+    for entry in entry_points(group=MEASUREMENTS, name=name):
+        return entry.load()
+    raise CommandError(f"--{name}: no installed package measures it (entry points {MEASUREMENTS!r})")

@@ -1,0 +1,153 @@
+"""The commands `kvkit demo` and `kvkit bench`."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from kvkit.lab.serve.options import Targets, Traffic
+from kvkit.settings import grouped_options, import_from_here
+
+bench = typer.Typer(help="Run benchmarks on this machine.", no_args_is_help=True)
+Model = Annotated[
+    str | None, typer.Option(help="hub id, folder or gemma (270M); default: SmolLM2-135M, from PyPI")
+]
+Figures = Annotated[Path, typer.Option("--json", help="where to write the figures")]
+
+
+def demo(
+    model: Model = None,
+    json_path: Figures = Path("demo.json"),
+    png_path: Annotated[Path, typer.Option("--png", help="where to write the picture")] = Path("demo.png"),
+    pd: Annotated[
+        bool, typer.Option("--pd", help="compare a prefill and a decode engine of vLLM with plain vLLM")
+    ] = False,
+    flow: Annotated[
+        str, typer.Option(help="with --pd: handoff, pool, pull or both; docs/pd.md describes them")
+    ] = "both",
+    blend: Annotated[
+        bool,
+        typer.Option("--blend", help="compare vLLM that blends documents in changing order with plain vLLM"),
+    ] = False,
+    vllm: Annotated[str, typer.Option(help="with --pd or --blend: additional options of vLLM")] = "",
+) -> None:
+    """Hold a 4-turn conversation over a long document, then again in a new process with its KV on disk."""
+    from rich.console import Console
+
+    if pd and blend:
+        raise typer.BadParameter("want one of --pd and --blend")
+    if blend:
+        from kvkit.lab.demo import rag
+
+        rag.run(model, vllm, json_path, png_path, Console())
+    elif pd:
+        from kvkit.lab.demo import pd as over_both
+
+        over_both.run(flow, model, vllm, json_path, png_path, Console())
+    else:
+        from kvkit.lab.demo.conversation import run
+
+        run(model, json_path, png_path, Console())
+
+
+@dataclass(frozen=True, slots=True)
+class BlendResults:
+    """Options for the output of `kvkit bench blend`."""
+
+    json_path: Figures = Path("blend.json")
+    png_path: Annotated[
+        Path | None, typer.Option("--png", help="where to draw quality against computed rows")
+    ] = None
+    wide: Annotated[
+        bool,
+        typer.Option(
+            "--wide", help="also show the interval of every figure, and KL relative to K deviation's"
+        ),
+    ] = False
+
+
+@bench.command("blend")
+@grouped_options
+def bench_blend(
+    model: Model = None,
+    samples: Annotated[int, typer.Option(min=1, help="samples per data set")] = 40,
+    tokens: Annotated[int, typer.Option(min=512, help="approximate tokens per prompt")] = 1024,
+    methods: Annotated[
+        str,
+        typer.Option(help="names separated by semicolons; also NAME .15 for any method; default: all"),
+    ] = "",
+    auxiliary: Annotated[
+        str | None, typer.Option(help="hub id, folder or gemma: the auxiliary model of cacheclip")
+    ] = None,
+    tasks: Annotated[
+        str,
+        typer.Option(
+            help="names or files .jsonl, separated by semicolons, or all; default: the gate's tasks"
+        ),
+    ] = "",
+    *,
+    results: BlendResults,
+) -> None:
+    """Measure the effect of blending on a model's answers, by method.
+
+    Writes finished samples to a .jsonl file beside the figures; an interrupted run resumes from it.
+    """
+    from rich.console import Console
+
+    from kvkit.lab.files import check_folders, commit, measuring, model_folder, write_figures
+    from kvkit.lab.quality import comparison as quality
+    from kvkit.lab.quality.in_vllm import opened
+    from kvkit.lab.quality.judge import METHODS, Judge, load_auxiliary, method_named
+    from kvkit.lab.quality.tasks.registry import SETS, TASKS, named
+    from kvkit.observe.progress import counted, timed
+    from kvkit.observe.terminal import show, tell
+
+    import_from_here()  # custom methods
+    chosen = [name.strip() for name in methods.split(";") if name.strip()] or list(METHODS)
+    wanted = {method: method_named(method) for method in chosen}
+    sets = {"": tuple(SETS), "all": tuple(TASKS)}.get(tasks) or named(tasks)
+    json_path, png_path = results.json_path, results.png_path
+    check_folders(json_path, png_path)
+    console = Console()
+    folder = model_folder(model, console)
+    with measuring(folder), opened(folder, console, wanted, tokens) as (judge, encode, measured):
+        if auxiliary is not None and isinstance(judge, Judge):
+            judge.auxiliary = load_auxiliary(auxiliary, folder, console)
+        kept = json_path.with_suffix(".jsonl")
+        work = quality.run(judge, encode, kept, count=samples, tokens=tokens, methods=measured, sets=sets)
+        entries = list(counted(work, "samples", samples * len(sets), timed(console)))
+    summary = quality.summarise(entries)
+    for kind, figures in summary.items():
+        show(quality.table(kind, figures, results.wide), console)
+    name = Path(folder).name if Path(folder).is_dir() else folder
+    settings = {"model": name, "samples": samples, "tokens": tokens, "seed": 0, "commit": commit()}
+    means = quality.overall(entries)
+    show(quality.table("mean", means, results.wide), console)
+    write_figures(json_path, command="kvkit bench blend", **settings, sets=summary, overall=means)
+    tell(f"figures: {json_path}", console)
+    if png_path is not None:
+        quality.draw(summary, png_path)
+        tell(f"picture: {png_path}", console)
+
+
+@bench.command("serve")
+@grouped_options
+def bench_serve(
+    traffic: Traffic,
+    targets: Targets,
+    json_path: Figures = Path("serve.json"),
+    png_path: Annotated[Path | None, typer.Option("--png", help="where to draw the times")] = None,
+) -> None:
+    """Compare vLLM, plain, with kvkit and with LMCache, or any server, on standard KV cache workloads.
+
+    Reports times to first token, hit tokens, throughput, and the overhead of a cache without reuse. vLLM's
+    own prefix cache is off unless --vllm enables it.
+    """
+    from rich.console import Console
+
+    from kvkit.lab.serve.run import run
+
+    run(traffic, targets, json_path, png_path, Console())

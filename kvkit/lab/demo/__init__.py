@@ -1,0 +1,1 @@
+"""Three conversations: from disk, over prefill and decode engines, and with blended documents."""

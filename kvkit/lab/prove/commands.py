@@ -1,0 +1,83 @@
+"""The command `kvkit prove`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from kvkit.lab.prove.options import ProveOptions
+from kvkit.settings import grouped_options
+
+
+@grouped_options
+def prove(
+    options: ProveOptions,
+    json_path: Annotated[Path, typer.Option("--json", help="where to write the verdicts")] = Path(
+        "prove.json"
+    ),
+    html_path: Annotated[Path, typer.Option("--html", help="where to write the page")] = Path("prove.html"),
+) -> None:
+    """Prove that a KV connector of vLLM restores what the engine would have computed.
+
+    Each scenario compares answers and pages with those of an engine without the connector, and checks that
+    KV was loaded. Exit status 0: everything that ran is proven; 1: something differs; 2: something is not
+    proven, the engine was gone, or nothing could run.
+    """
+    import resource
+    import time
+    from dataclasses import asdict
+
+    from rich.console import Console
+
+    from kvkit.adapters.huggingface.smollm2 import ModelError
+    from kvkit.lab.files import BenchError, check_folders, write_figures
+    from kvkit.lab.prove.preparation import command_of, prepared
+    from kvkit.lab.prove.report import html, shown, versions, words_of
+    from kvkit.lab.prove.run import run
+    from kvkit.lab.prove.verdict import exit_status
+    from kvkit.lab.serve.systems import ended_by_sigterm
+    from kvkit.observe.progress import timed
+    from kvkit.observe.terminal import show
+
+    console = Console()
+    everybody = (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)
+
+    began = time.monotonic()
+
+    def say(text: str) -> None:
+        console.print(text, markup=False, highlight=False, soft_wrap=True)
+
+    try:
+        check_folders(json_path, html_path)
+        with ended_by_sigterm(), prepared(options, console) as proof:
+            command = command_of(options, proof.seed)
+            say(command)
+            verdicts = run(proof, timed(console))
+        words = words_of(proof.dtype, proof.engine.unseen)
+        facts = {
+            "command": command,
+            "connector": options.kv_transfer_config,
+            "model": options.model or "SmolLM2-135M-Instruct",
+            "dtype": proof.dtype,
+            "seed": proof.seed,
+            "compared": words,
+            "wall_s": round(time.monotonic() - began, 1),
+            "cpu_s": round(sum(sum(resource.getrusage(who)[:2]) for who in everybody), 1),
+        }
+        show(shown(verdicts), console)
+        say(words)
+        for one in verdicts:
+            if one.outcome in ("differs", "not proven"):
+                say(f"to repeat: {command_of(options, proof.seed, one.scenario)}")
+        named = versions()
+        figures = facts | {"packages": named, "verdicts": [asdict(one) for one in verdicts]}
+        write_figures(json_path, **figures)
+        html_path.write_text(html(verdicts, facts | named, time.time()), encoding="utf-8")
+        say(f"verdicts: {json_path}")
+        say(f"page: {html_path}")
+    except (BenchError, ModelError, OSError) as error:
+        Console(stderr=True).print(f"error: {error}", markup=False, highlight=False, soft_wrap=True)
+        raise typer.Exit(2) from error
+    raise typer.Exit(exit_status(verdicts))

@@ -1,0 +1,343 @@
+"""Engines of `kvkit prove`: vLLM servers, started here or already running."""
+
+from __future__ import annotations
+
+import http.client
+import json
+import os
+import signal
+import sys
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import wait
+from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+from threading import Event
+from types import TracebackType
+from typing import Any, Self
+
+from kvkit.lab.files import BenchError
+from kvkit.lab.prove.scenarios import ANSWER_TOKENS
+from kvkit.lab.prove.verdict import Reply
+from kvkit.lab.serve.client import Target, connect, exchange, samples, stream
+from kvkit.lab.serve.systems import SAME_CORES, free_port, healthy, serving, tail
+from kvkit.workers import Workers
+
+ADAPTER = "prove-adapter"
+PROBE = "kvkit.lab.prove.page_probe.PageProbe"
+_LIKELY = 5
+"""Number of likeliest tokens per position for which a server returns log-probabilities."""
+_LONG_TOKENS = 256
+"""Requested length of an answer that is abandoned."""
+_TIMEOUT_S = 300.0
+_START_S = 20.0
+"""Longest wait for sent requests to run, or for a cache reset to succeed, in seconds."""
+_PAUSE_S = 0.02
+_COUNTED = {
+    "vllm:external_prefix_cache_hits_total": "loaded",
+    "vllm:prefix_cache_hits_total": "own",
+    "vllm:num_preemptions_total": "preempted",
+    "vllm:num_requests_running": "running",
+}
+_FAILURES = (OSError, http.client.HTTPException, ValueError, LookupError, TypeError)
+
+
+@dataclass(frozen=True, slots=True)
+class EngineLaunch:
+    """Settings that start an engine."""
+
+    model: str
+    options: tuple[str, ...]  # vLLM's command-line options
+    folder: Path  # where the log is written
+    environment: Mapping[str, str]
+    transfer: dict[str, Any] | None = None  # kv_transfer_config
+    beside: bool = False  # whether other engines may start at the same time
+
+
+@dataclass(frozen=True, slots=True)
+class SentPrompt:
+    """A prompt as sent to an engine."""
+
+    tokens: tuple[int, ...]
+    salt: str = ""
+    adapter: bool = False
+
+
+class ProvedEngine:
+    """An engine of a proof. As a context manager, it ends the server it started.
+
+    Args:
+        at: how to start the engine, or the URL of a running one.
+        prefill: engine that computes the prompts and hands them off; None: this engine computes them.
+    """
+
+    def __init__(self, name: str, at: EngineLaunch | str, prefill: ProvedEngine | None = None) -> None:
+        self.name, self._at, self._prefill = name, at, prefill
+        self._stack = ExitStack()
+        self._pid: int | None = None
+        self._watched: Path | None = None
+        self.target: Target | None = None
+        self.unseen = "no probe was started"  # why pages are not compared; empty: they are
+        self.dtype = ""
+
+    @property
+    def is_own(self) -> bool:
+        """True if the engine is started here, and so may be ended here."""
+        return isinstance(self._at, EngineLaunch)
+
+    @property
+    def handed_off(self) -> bool:
+        return self._prefill is not None
+
+    def open(self) -> Self:
+        """Start the engine, or connect to the running one.
+
+        Raises:
+            BenchError: the engine does not start, or none runs at the URL.
+        """
+        if isinstance(self._at, str):
+            self.target = connect(self.name, self._at)
+        elif self._prefill is None:
+            self.target = self._started(self._at)
+        else:
+            with opening([self._prefill], self._at.beside) as (prefill,):
+                self.target = self._started(self._at)
+                prefill()
+        if self._watched is not None:
+            self.watch(self._watched)
+        return self
+
+    def _started(self, launch: EngineLaunch) -> Target:
+        port = free_port()
+        command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", launch.model]
+        command += ["--host", "127.0.0.1", "--port", str(port), *launch.options]
+        if launch.transfer is not None:
+            command += ["--kv-transfer-config", json.dumps(launch.transfer)]
+        environment = SAME_CORES | dict(launch.environment) | {"VLLM_SERVER_DEV_MODE": "1"}
+        process = self._stack.enter_context(
+            serving(self.name, command, environment, launch.folder, lambda: healthy(port))
+        )
+        self._pid = process.pid
+        return connect(self.name, f"http://127.0.0.1:{port}", launch.model)
+
+    def log(self) -> str:
+        """Read the last lines of the engine's log; empty if it was not started here."""
+        return tail(self._at.folder / f"{self.name}.log") if isinstance(self._at, EngineLaunch) else ""
+
+    def close(self) -> None:
+        """End the engine as a user would, if it was started here."""
+        self._stack.close()
+        if self._prefill is not None:
+            self._prefill.close()
+
+    def kill(self) -> None:
+        """Send SIGKILL to the engine and its children."""
+        assert self._pid is not None
+        with suppress(ProcessLookupError):
+            os.killpg(self._pid, signal.SIGKILL)
+        self.close()
+
+    def __enter__(self) -> Self:
+        return self.open()
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def watch(self, folder: Path) -> None:
+        """Start the probe, which copies pages to `folder`. If that fails, `unseen` holds the reason."""
+        folder.mkdir(exist_ok=True)
+        self._watched = folder
+        try:
+            told = self._post("/collective_rpc", {"method": "prove_watch", "args": [str(folder)]})
+            self.dtype, self.unseen = told["results"][0]["dtype"], ""
+        except _FAILURES as error:
+            self.unseen = f"the engine has no probe ({str(error)[:80]})"
+
+    def skipped(self) -> int | None:
+        """Return the tokens that needed no computing when requests were scheduled; None without a probe.
+
+        Requests that were scheduled again after a preemption count, too.
+
+        Raises:
+            BenchError: the engine does not report them.
+        """
+        if self.unseen:
+            return None
+        try:
+            return int(self._post("/collective_rpc", {"method": "prove_skipped"})["results"][0][0])
+        except _FAILURES as error:
+            raise BenchError(f"{self._target.url} does not report skipped tokens: {error!r}") from error
+
+    def counts(self) -> Counter[str]:
+        """Read vLLM's counts: `loaded` tokens, `own` hits, `preempted` and `running` requests.
+
+        Raises:
+            BenchError: the engine does not report them.
+        """
+        found = samples(self._target, [name.removesuffix("_total") for name in _COUNTED])
+        counted: Counter[str] = Counter()
+        for one in found:
+            if one.name in _COUNTED:
+                counted[_COUNTED[one.name]] += int(one.value)
+        return counted
+
+    def capacity(self) -> int:
+        """Return the number of tokens that the engine's blocks hold.
+
+        Raises:
+            BenchError: the engine does not report it.
+        """
+        for one in samples(self._target, ["vllm:cache_config_info", "vllm:cache_config"]):
+            with suppress(LookupError, ValueError):
+                return int(one.labels["num_gpu_blocks"]) * int(one.labels["block_size"])
+        raise BenchError(f"{self._target.url} does not report how many blocks it has")
+
+    def forget(self) -> bool:
+        """Reset the engine's own prefix cache; return whether that succeeded."""
+        return self._reset("reset_running_requests=false")
+
+    def preempt(self) -> None:
+        """Preempt all running requests; the engine schedules them again."""
+        self._reset("reset_running_requests=true")
+
+    def _reset(self, how: str) -> bool:
+        """Reset the prefix cache; retry while blocks are not free, as those that a connector saves from."""
+        deadline = time.monotonic() + _START_S
+        while time.monotonic() < deadline:
+            try:
+                if self._post(f"/reset_prefix_cache?{how}", {})["success"]:
+                    return True
+            except _FAILURES:
+                return False
+            time.sleep(_PAUSE_S)
+        return False
+
+    def ask(self, queries: Sequence[SentPrompt], then: Callable[[], None] | None = None) -> list[Reply]:
+        """Send prompts together and return the answers; call `then` once all answers have begun."""
+        begun = [Event() for _ in queries]
+        workers = Workers(len(queries), "prove")
+        answers = [
+            workers.submit(partial(self._ask, query, event.set))
+            for query, event in zip(queries, begun, strict=True)
+        ]
+        if then is not None:
+            for event in begun:
+                event.wait(_TIMEOUT_S)
+            then()
+        found = [answer.result() for answer in answers]
+        workers.close(_TIMEOUT_S)
+        return found
+
+    def leave(self, queries: Sequence[SentPrompt], then: Callable[[], None]) -> bool:
+        """Send prompts, call `then` while they are computed, and abandon the answers.
+
+        Returns: whether a request was seen running; `then` is called in any case.
+        """
+        with ExitStack() as stack:
+            for query in queries:
+                url = f"{self._target.url}/v1/completions"
+                with suppress(*_FAILURES):
+                    body = self._body(query) | {"max_tokens": _LONG_TOKENS}
+                    stack.enter_context(exchange("POST", url, json.dumps(body).encode(), _TIMEOUT_S))
+            seen = self._runs()
+            then()
+            return seen
+
+    def _runs(self) -> bool:
+        deadline = time.monotonic() + _START_S
+        while time.monotonic() < deadline:
+            if self.counts()["running"]:
+                return True
+            time.sleep(_PAUSE_S)
+        return False
+
+    def _ask(self, query: SentPrompt, begun: Callable[[], None]) -> Reply:
+        tokens: list[int] = []
+        logprobs: list[float] = []
+        likely: list[dict[int, float]] = []
+        finished = False
+        try:
+            for event in stream(f"{self._target.url}/v1/completions", self._body(query), _TIMEOUT_S):
+                if "error" in event:
+                    raise ValueError(event["error"])
+                for choice in event.get("choices") or ():
+                    finished = finished or choice.get("finish_reason") == "length"
+                    tokens += choice.get("token_ids") or ()
+                    if told := choice.get("logprobs"):
+                        logprobs += told["token_logprobs"]
+                        likely += [_ids(top) for top in told["top_logprobs"]]
+                    begun()
+        except _FAILURES as error:
+            return Reply(error=f"{type(error).__name__}: {str(error)[:300]}")
+        finally:
+            begun()
+        if not finished or not len(tokens) == len(logprobs) == len(likely):
+            return Reply(error=f"the stream ended after {len(tokens)} tokens")
+        return Reply(tuple(tokens), tuple(logprobs), tuple(likely))
+
+    def compute(self, query: SentPrompt) -> dict[str, Any]:
+        """Compute a prompt for another engine; return the kv_transfer_params to send to that engine."""
+        asked = {"do_remote_decode": True, "do_remote_prefill": False}
+        body = self._body(query) | {"max_tokens": 1, "stream": False, "kv_transfer_params": asked}
+        found: dict[str, Any] = self._post("/v1/completions", body)["kv_transfer_params"]
+        return found
+
+    def _body(self, query: SentPrompt) -> dict[str, Any]:
+        body: dict[str, Any] = {
+            "model": ADAPTER if query.adapter else self._target.model,
+            "prompt": list(query.tokens),
+            "max_tokens": ANSWER_TOKENS,
+            "temperature": 0,
+            "ignore_eos": True,
+            "logprobs": _LIKELY,
+            "return_token_ids": True,
+            "return_tokens_as_token_ids": True,
+            "stream": True,
+        }
+        if query.salt:
+            body["cache_salt"] = query.salt
+        if self._prefill is not None:
+            body["kv_transfer_params"] = self._prefill.compute(query)
+        return body
+
+    @property
+    def _target(self) -> Target:
+        assert self.target is not None, "the engine is not open"
+        return self.target
+
+    def _post(self, path: str, body: dict[str, Any]) -> Any:
+        with exchange("POST", self._target.url + path, json.dumps(body).encode(), _TIMEOUT_S) as response:
+            return json.loads(response.read())
+
+
+@contextmanager
+def opening(engines: Sequence[ProvedEngine], beside: bool) -> Iterator[list[Callable[[], ProvedEngine]]]:
+    """Yield a function for each engine that opens and returns it.
+
+    With `beside`, all engines start at once, and each function waits for its engine. On exit, the context
+    waits until no engine is starting; it closes none.
+    """
+    workers = Workers(len(engines), "prove")
+    begun = [workers.submit(engine.open) for engine in engines] if beside else []
+    try:
+        yield [one.result for one in begun] or [engine.open for engine in engines]
+    finally:
+        wait(begun)
+        workers.close(_TIMEOUT_S)
+
+
+def _ids(top: dict[str, float]) -> dict[int, float]:
+    return {int(name.removeprefix("token_id:")): value for name, value in top.items()}
+
+
+def with_adapter(launch: EngineLaunch, folder: Path) -> EngineLaunch:
+    """Return `launch` with the LoRA adapter in `folder`, which requests select as `ADAPTER`."""
+    rank = int(json.loads((folder / "adapter_config.json").read_text())["r"])
+    allowed = next(size for size in (8, 16, 32, 64, 128, 256, 320, 512) if size >= rank)
+    more = ("--enable-lora", "--max-loras", "1", "--max-lora-rank", str(allowed))
+    return replace(launch, options=(*launch.options, *more, "--lora-modules", f"{ADAPTER}={folder}"))

@@ -1,0 +1,129 @@
+"""Let `kvkit prove` read an engine's pages: a worker extension of vLLM that works with any connector.
+
+`--worker-extension-cls kvkit.lab.prove.page_probe.PageProbe` adds its methods to every worker;
+`collective_rpc` calls them.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from xxhash import xxh3_128_hexdigest
+
+from kvkit.adapters.vllm import compat
+
+
+def prompt_name(tokens: Sequence[int], adapter: str | None) -> str:
+    """Return the name of a prompt's page files, up to the first dot."""
+    return xxh3_128_hexdigest(np.asarray(tokens, np.int32).tobytes() + (adapter or "").encode())
+
+
+@dataclass(slots=True)
+class _Followed:
+    """A running request and its blocks; `taken`: its pages were written."""
+
+    name: str
+    prompt_tokens: int
+    blocks: tuple[list[int], ...]  # of each KV cache group
+    taken: bool = False
+
+
+class PageProbe:
+    """Write every prompt's pages to a file at the step that completes the prompt."""
+
+    model_runner: Any
+
+    def prove_watch(self, folder: str) -> dict[str, str]:
+        """Write pages to `folder` from now on. The caller and this worker must share the folder."""
+        path = Path(folder)
+        path.stat()
+        watch = vars(self).get("_prove")
+        if watch is None:
+            watch = vars(self)["_prove"] = _Watch(self.model_runner, int(vars(self).get("rank", 0)))
+        watch.folder = path
+        return {"dtype": str(watch.dtype).removeprefix("torch.")}
+
+    def prove_skipped(self) -> list[int]:
+        """Return the number of tokens that requests did not have to compute, in a list of one.
+
+        They are counted when a request is first scheduled and when it resumes after a preemption.
+        """
+        return [vars(self)["_prove"].skipped]
+
+
+class _Watch:
+    """Follow a model runner's requests by the scheduler's output."""
+
+    def __init__(self, runner: Any, rank: int) -> None:
+        self.folder = Path()
+        self.skipped = 0
+        self._rank = rank
+        self._config = runner.kv_cache_config
+        self._layers: Mapping[str, Any] = compat.attention_layers(runner.vllm_config)
+        self.dtype = runner.vllm_config.model_config.dtype
+        self._running: dict[str, _Followed] = {}
+        self._written: Counter[str] = Counter()
+        compat.after_steps(runner, self._after)
+
+    def _after(self, scheduled: Any) -> None:
+        for name in scheduled.finished_req_ids:
+            self._running.pop(name, None)
+        computed = {}
+        for new in scheduled.scheduled_new_reqs:
+            tokens = new.prompt_token_ids or []
+            adapter = None if new.lora_request is None else new.lora_request.lora_name
+            blocks = tuple(list(ids) for ids in new.block_ids)
+            self._running[new.req_id] = _Followed(prompt_name(tokens, adapter), len(tokens), blocks)
+            computed[new.req_id] = new.num_computed_tokens
+            self.skipped += new.num_computed_tokens
+        again = scheduled.scheduled_cached_reqs
+        for name, ids, count in zip(
+            again.req_ids, again.new_block_ids, again.num_computed_tokens, strict=True
+        ):
+            computed[name] = count
+            if (one := self._running.get(name)) is None:
+                continue
+            if name in again.resumed_req_ids:
+                one.blocks, one.taken = tuple(list(group) for group in ids), False
+                self.skipped += count
+            elif ids is not None:
+                for held, group in zip(one.blocks, ids, strict=True):
+                    held.extend(group)
+        for name, one in self._running.items():
+            there = computed.get(name, 0) + scheduled.num_scheduled_tokens.get(name, 0)
+            if name in computed and not one.taken and there >= one.prompt_tokens:
+                one.taken = True
+                self._write(one)
+
+    def _write(self, one: _Followed) -> None:
+        from safetensors.torch import save_file
+
+        number = self._written[one.name]
+        self._written[one.name] += 1
+        path = self.folder / f"{one.name}.{number}.rank{self._rank}"
+        save_file(dict(self._pages(one)), path.with_suffix(".part"))
+        path.with_suffix(".part").rename(f"{path}.safetensors")
+
+    def _pages(self, one: _Followed) -> Iterator[tuple[str, torch.Tensor]]:
+        """Yield each attention layer's full blocks of the prompt, `[B, H, N, C]`; NaN for missing blocks."""
+        places = 0
+        for group, blocks in zip(self._config.kv_cache_groups, one.blocks, strict=True):
+            ids = torch.tensor(
+                blocks[: one.prompt_tokens // group.kv_cache_spec.block_size], dtype=torch.long
+            )
+            for layer in group.layer_names:
+                pages = getattr(self._layers.get(layer), "kv_cache", None)
+                if not isinstance(pages, torch.Tensor) or pages.ndim != 4 or not pages.is_floating_point():
+                    continue
+                each = pages.shape[0] // self._config.num_blocks  # the kernel's blocks may be smaller
+                at = (ids[:, None] * each + torch.arange(each)).flatten().to(pages.device)
+                found = pages[at].cpu()
+                found[at.cpu() < each] = float("nan")  # vLLM's null block stands for missing ones
+                places += 1
+                yield f"{places:04d} {layer}", found.contiguous()

@@ -1,0 +1,302 @@
+"""A run of `kvkit prove`: the answers of the reference, then the scenarios on the engine to prove."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+from kvkit.lab.files import BenchError
+from kvkit.lab.prove.engines import ADAPTER, EngineLaunch, ProvedEngine, SentPrompt, opening
+from kvkit.lab.prove.models import ChangedWeights
+from kvkit.lab.prove.page_probe import prompt_name
+from kvkit.lab.prove.pages import compare_files
+from kvkit.lab.prove.scenarios import Act, AskedPrompt, Scenario, crowd_of
+from kvkit.lab.prove.verdict import (
+    LOGPROB_TOLERANCE,
+    PAGE_TOLERANCE,
+    Compared,
+    Observed,
+    Reply,
+    ScenarioVerdict,
+    compare,
+    judge,
+)
+from kvkit.observe.progress import Say, counted
+
+MOST_CROWD = 200_000
+"""Most tokens of other prompts: an engine with more room in its blocks is not filled."""
+ATTEMPTS_S = 10.0
+"""Longest time to retry prompts until KV is loaded, in seconds: stores may complete late."""
+_PREEMPTIONS = 3
+Expected = tuple[str, bool, bool]
+"""(name of a prompt, whether it uses the adapter, whether the weights are changed)."""
+
+
+@dataclass(slots=True)
+class ToProve:
+    """The engines, scenarios and prompts of a proof, and its state.
+
+    Attributes:
+        changed_reference: the reference with the changed weights, if a scenario changes them.
+        missing: reasons by missing requirement of scenarios: adapter, weights, own, store.
+        changed: whether the engine runs with the changed weights.
+        failed: whether the engine returned an error in place of an answer, and may be about to end.
+    """
+
+    reference: EngineLaunch | str
+    engine: ProvedEngine
+    scenarios: Sequence[Scenario]
+    prompts: dict[str, list[int]]
+    seed: int
+    folder: Path
+    dtype: str
+    changed_reference: EngineLaunch | None = None
+    weights: ChangedWeights | None = None
+    store_pid: int | None = None
+    missing: dict[str, str] = field(default_factory=dict)
+    expected: dict[Expected, Reply] = field(default_factory=dict)
+    changed: bool = False
+    failed: bool = False
+
+
+def run(proof: ToProve, say: Say) -> list[ScenarioVerdict]:
+    """Run all scenarios and return their verdicts, in order.
+
+    Raises:
+        BenchError: an engine does not start, the reference does not answer, or the dtypes differ.
+    """
+    chosen = [one for one in proof.scenarios if not _lacking(proof, one)]
+    engines = [ProvedEngine("reference", proof.reference)] if chosen else []
+    if proof.changed_reference is not None and any(map(changes_weights, chosen)):
+        engines.append(ProvedEngine("changed", proof.changed_reference))
+    found = []
+    with ExitStack() as stack:
+        if engines:
+            for engine in (*engines, proof.engine):
+                stack.callback(engine.close)
+            beside = isinstance(proof.reference, EngineLaunch) and proof.reference.beside
+            with opening([*engines, proof.engine], beside) as openers:
+                if beside:
+                    say(f"starting {len(engines) + 1} engines")
+                    openers[-1]()  # fails early if the engine to prove does not start
+                for changed, engine in enumerate(engines):
+                    if not beside:
+                        say(f"{engine.name}: starting" if engine.is_own else f"{engine.name}: connecting")
+                    openers[changed]()
+                    _ask_reference(proof, engine, chosen, bool(changed), say)
+                    engine.close()
+                if not beside:
+                    own = proof.engine.is_own
+                    say("starting the engine with the connector" if own else "connecting to the engine")
+                    openers[-1]()
+            proof.engine.watch(proof.folder / "found")
+            if proof.engine.dtype not in ("", proof.dtype):
+                raise BenchError(f"dtype = {proof.dtype}: the engine has {proof.engine.dtype}")
+        for scenario in proof.scenarios:
+            if reason := _lacking(proof, scenario):
+                found.append(ScenarioVerdict(scenario.name, "not run", reason))
+            else:
+                say(f"{scenario.name}: begins")
+                found.append(prove_scenario(proof, scenario))
+            say(f"{scenario.name}: {found[-1].outcome}" + (f", {found[-1].why}" if found[-1].why else ""))
+            if found[-1].log:
+                say(f"the engine's log ends:\n{found[-1].log}")
+    return found
+
+
+def changes_weights(scenario: Scenario) -> bool:
+    return any(act.do == "change weights" for act in scenario.acts)
+
+
+def _lacking(proof: ToProve, scenario: Scenario) -> str:
+    """Return why a scenario cannot run; empty: it can."""
+    doing = {act.do for act in scenario.acts}
+    needed = [
+        *(["adapter"] if any(one.adapter for one in scenario.asked()) else []),
+        *(["own"] if doing & {"restart", "kill"} else []),
+        *(["weights"] if "change weights" in doing else []),
+        *(["store"] if "kill store" in doing else []),
+    ]
+    return "; ".join(proof.missing[one] for one in needed if one in proof.missing)
+
+
+def wanted(scenarios: Sequence[Scenario], changed: bool) -> set[tuple[str, bool]]:
+    """Return (prompt, whether with adapter) to ask the reference, with changed weights if `changed`."""
+    scenarios = [one for one in scenarios if changes_weights(one) or not changed]
+    found = {(one.name, one.adapter) for scenario in scenarios for one in scenario.asked()}
+    return found | {(one.name, one.adapter) for s in scenarios for one in s.unlike or ()}
+
+
+def _ask_reference(
+    proof: ToProve, engine: ProvedEngine, scenarios: Sequence[Scenario], changed: bool, say: Say
+) -> None:
+    """Ask an engine without the connector the scenarios' prompts, one at a time. Mutates `proof`."""
+    engine.watch(proof.folder / ("changed" if changed else "expected"))
+    asked = sorted(wanted(scenarios, changed))
+    for name, adapter in counted(asked, f"{engine.name}: prompts", len(asked), say):
+        (reply,) = engine.ask([SentPrompt(tuple(proof.prompts[name]), adapter=adapter)])
+        if reply.error is not None:
+            raise BenchError(f"the reference does not answer: {reply.error}")
+        proof.expected[name, adapter, changed] = reply
+
+
+def prove_scenario(proof: ToProve, scenario: Scenario) -> ScenarioVerdict:
+    """Run a scenario and return its verdict. Mutates `proof`; restarts an engine that is gone."""
+    observed: list[Observed] = []
+    if proof.engine.is_own and (proof.changed or proof.failed):
+        proof.engine.close()
+    proof.failed = False
+    if proof.changed:
+        assert proof.weights is not None
+        proof.weights.restore()
+        proof.changed = False
+    try:
+        _revive(proof.engine)
+    except BenchError as error:
+        why, log = f"the engine is gone: {_first_line(error)}", proof.engine.log()
+        return ScenarioVerdict(scenario.name, "not run", why, log=log, gone=True)
+    try:
+        for act in scenario.acts:
+            observed += _do(proof, act)
+    except BenchError as error:
+        proof.failed = True
+        why = f"the engine does not answer: {_first_line(error)}"
+        return ScenarioVerdict(scenario.name, "differs", why, log=proof.engine.log())
+    control = None
+    if scenario.unlike is not None:
+        first, second = scenario.unlike
+        control = compare(
+            proof.expected[first.name, first.adapter, False],
+            proof.expected[second.name, second.adapter, changes_weights(scenario)],
+            LOGPROB_TOLERANCE[proof.dtype],
+        )
+    verdict = judge(scenario, observed, control, proof.engine.handed_off)
+    return replace(verdict, log=proof.engine.log()) if proof.failed else verdict
+
+
+def _first_line(error: BenchError) -> str:
+    return str(error).partition("\n")[0]
+
+
+def _revive(engine: ProvedEngine) -> None:
+    """Restart the engine if the last scenario ended it.
+
+    Raises:
+        BenchError: the engine does not start, or is gone and was not started here.
+    """
+    try:
+        engine.counts()
+    except BenchError:
+        if not engine.is_own:
+            raise
+        engine.close()
+        engine.open()
+
+
+def _do(proof: ToProve, act: Act) -> list[Observed]:
+    """Carry out an act; return the results of its prompts, or why the act did not happen."""
+    engine, queries = proof.engine, [_query(proof, one) for one in act.prompts]
+    if act.do == "ask":
+        return _asked(proof, act)
+    if act.do == "preempt":
+        return [_preempted(proof, act)]
+    missing = ""
+    if act.do == "forget":
+        missing = "" if engine.forget() else _crowd(proof)
+    elif act.do == "crowd":
+        missing = _crowd(proof)
+    elif act.do in ("abort", "kill"):
+        if not engine.leave(queries, engine.kill if act.do == "kill" else lambda: None):
+            missing = "no prompt was seen running"
+        if act.do == "kill":
+            engine.open()
+    elif act.do == "kill store":
+        assert proof.store_pid is not None
+        os.kill(proof.store_pid, signal.SIGKILL)
+    else:
+        engine.close()
+        if act.do == "change weights":
+            assert proof.weights is not None
+            proof.weights.change()
+            proof.changed = True
+        engine.open()
+    return [Observed((), "any", (), 0, missing=missing)] if missing else []
+
+
+def _query(proof: ToProve, asked: AskedPrompt) -> SentPrompt:
+    return SentPrompt(tuple(proof.prompts[asked.name]), asked.salt, asked.adapter)
+
+
+def _crowd(proof: ToProve) -> str:
+    """Fill every block with other prompts; return why that is impossible, or an empty string."""
+    tokens = proof.engine.capacity()
+    if tokens > MOST_CROWD:
+        return f"blocks of {tokens} tokens are too many to fill: start the engine with VLLM_SERVER_DEV_MODE=1"
+    longest = max(map(len, proof.prompts.values()))
+    for prompt in crowd_of(proof.seed, tokens, longest):
+        proof.engine.ask([SentPrompt(tuple(prompt))])
+    for path in (proof.folder / "found").glob("*.safetensors"):
+        path.unlink()
+    return ""
+
+
+def _asked(proof: ToProve, act: Act) -> list[Observed]:
+    """Ask the prompts of an act, and again until KV is loaded if it must be; return all results."""
+    deadline = time.monotonic() + ATTEMPTS_S
+    found = [_observe(proof, act)]
+    while act.loads == "some" and not _settled(found[-1]) and time.monotonic() < deadline:
+        if not proof.engine.forget():
+            _crowd(proof)
+        found.append(_observe(proof, act))
+    return [*(replace(one, loads="any") for one in found[:-1]), found[-1]]
+
+
+def _settled(observed: Observed) -> bool:
+    wrong = any(one.wrong for one in observed.compared) or bool(observed.wrong_page)
+    return bool(observed.loaded) or observed.loaded is None or wrong
+
+
+def _observe(proof: ToProve, act: Act, then: Callable[[], None] | None = None) -> Observed:
+    """Ask the prompts of an act, and compare answers and pages with the reference."""
+    queries = [_query(proof, one) for one in act.prompts]
+    before = proof.engine.counts()
+    replies = proof.engine.ask(queries, then)
+    proof.failed = proof.failed or any(reply.error is not None for reply in replies)
+    loaded = proof.engine.counts()["loaded"] - before["loaded"]
+    tolerance = LOGPROB_TOLERANCE[proof.dtype]
+    compared: list[Compared] = []
+    pages, wrong = 0, ""
+    for one, reply in zip(act.prompts, replies, strict=True):
+        compared.append(compare(proof.expected[one.name, one.adapter, proof.changed], reply, tolerance))
+        name = prompt_name(proof.prompts[one.name], ADAPTER if one.adapter else None)
+        kept = proof.folder / ("changed" if proof.changed else "expected")
+        count, where = compare_files(kept, proof.folder / "found", name, PAGE_TOLERANCE[proof.dtype])
+        pages += count
+        wrong = wrong or (f"prompt {one.name!r}, {where}" if where else "")
+    return Observed(act.prompts, act.loads, tuple(compared), loaded, pages, wrong)
+
+
+def _preempted(proof: ToProve, act: Act) -> Observed:
+    """Ask the prompts of an act and preempt the requests while they decode."""
+    engine = proof.engine
+    for _ in range(_PREEMPTIONS):
+        before, skipped = engine.counts(), engine.skipped()
+        found = _observe(proof, act, engine.preempt)
+        if any(one.wrong for one in found.compared):  # a failed engine may report no counts
+            return found
+        grown, after = engine.counts() - before, engine.skipped()
+        if grown["preempted"]:
+            break
+    else:
+        return replace(
+            found, missing="no request was preempted: start the engine with VLLM_SERVER_DEV_MODE=1"
+        )
+    if skipped is None or after is None:
+        return replace(found, loaded=None)
+    at_first = grown["loaded"] + grown["own"]  # vLLM does not count tokens found after a preemption
+    return replace(found, loaded=max(0, after - skipped - at_first))

@@ -1,0 +1,228 @@
+"""Effect of blending on a model's answers, measured in vLLM, for models that only vLLM can blend."""
+
+from __future__ import annotations
+
+import gc
+import tempfile
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+from uuid import uuid4
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from rich.console import Console
+
+from kvkit.blend.methods.registry import served
+from kvkit.blend.plan import BlendPlan, Selection, Span, looks, plan_blend
+from kvkit.environment import gpu_name
+from kvkit.lab.files import BenchError
+from kvkit.lab.quality.judge import Judge, Measures, Method, NotBlendable, figures_of, load_judge
+from kvkit.lab.quality.statistics import f1
+from kvkit.lab.quality.tasks.sample import Encode, Sample
+from kvkit.lab.serve import memory
+
+CHUNK_TOKENS = 128
+TOKENS = 768
+MORE_TOKENS = 768
+"""Room for a prompt's question and answer, and for documents longer than requested."""
+TIER_BYTES = 1 << 30
+
+
+def is_served(method: Method) -> bool:
+    """Return whether a request to vLLM can select this method."""
+    selection = method.selection
+    try:
+        served(selection.method)
+    except ValueError:
+        return False
+    return not method.mask and selection == Selection(selection.method, selection.ratio, selection.first_n)
+
+
+@contextmanager
+def opened(
+    model: str, console: Console, methods: Mapping[str, Method], tokens: int = TOKENS
+) -> Iterator[tuple[Judge | EngineJudge, Encode, Mapping[str, Method]]]:
+    """Yield a judge of a model, its tokenizer as a function, and the `methods` that the judge supports.
+
+    If the model's layers differ from Llama's and vLLM is installed, the judge runs the model in vLLM until
+    the context ends.
+
+    Args:
+        model: hub id or folder.
+        tokens: approximate tokens of a prompt.
+
+    Raises:
+        BenchError: as `load_judge`; or vLLM does not start with the model or cannot blend it.
+    """
+    try:
+        judge, encode, _ = load_judge(model, console)
+    except NotBlendable as error:
+        why = str(error)
+    else:
+        yield judge, encode, methods
+        return
+    gc.collect()  # frees the memory of the attempt, also on a GPU
+    torch.cuda.empty_cache()
+    some = {name: method for name, method in methods.items() if is_served(method)}
+    try:
+        engine = EngineJudge(model, some, tokens)
+    except ImportError:
+        raise NotBlendable(why) from None
+    left = "; ".join(name for name in methods if name not in some)
+    said = f"{why}: measured in vLLM" + (f", which does not support: {left}" if left else "")
+    console.print(said, markup=False, highlight=False, soft_wrap=True)
+    try:
+        yield engine, engine.encode, some
+    finally:
+        engine.close()
+
+
+class EngineJudge:
+    """Judge of selections on samples with a model that vLLM serves; see `kvkit.lab.quality.judge.Judge`.
+
+    Args:
+        model: hub id or folder.
+        methods: methods to measure.
+        tokens: approximate tokens of a prompt.
+
+    Attributes:
+        lead: as in `Judge`; documents follow it and attend to it.
+        weights: identifier of the model's weights.
+
+    Raises:
+        BenchError: vLLM does not start with the model or cannot blend it.
+        ImportError: vLLM is not installed.
+    """
+
+    def __init__(self, model: str, methods: Mapping[str, Method], tokens: int = TOKENS) -> None:
+        from vllm import LLM
+        from vllm.config import KVTransferConfig
+
+        from kvkit.adapters.vllm.gate import verdict_name
+        from kvkit.lab.quality.teacher_forcing import TeacherForcedText
+
+        share = memory.share(model, tiers=2 * TIER_BYTES, most=TIER_BYTES)
+        kvkit = {
+            "chunk_tokens": CHUNK_TOKENS,
+            "staging": TIER_BYTES,
+            "tiers": {"memory": {"capacity": TIER_BYTES}},
+        }
+        names = {"question_attention", *(method.selection.method for method in methods.values())}
+        transfer = KVTransferConfig(
+            kv_connector="KVKitConnector",
+            kv_role="kv_both",
+            kv_load_failure_policy="recompute",
+            kv_connector_extra_config={
+                "kvkit": kvkit,
+                "blend": {"unchecked": True, "methods": sorted(names)},
+                "save_generated": False,
+                "lookup_timeout_s": 60.0,
+                "prefill_tokens_per_s": 0.01,  # a hit is always faster than prefill
+            },
+        )
+        try:
+            self._llm = LLM(
+                model=model,
+                dtype="auto" if gpu_name() else "float32",
+                enforce_eager=True,
+                max_model_len=tokens + MORE_TOKENS,
+                enable_prefix_caching=False,
+                disable_log_stats=False,  # these contain the time to first token
+                logits_processors=[TeacherForcedText],
+                kv_transfer_config=transfer,
+                **({"kv_cache_memory_bytes": share.block_bytes} if share.block_bytes else {}),
+            )
+        except (RuntimeError, ValueError) as error:
+            raise BenchError(f"model {model!r} cannot be blended in vLLM: {error}") from error
+        self.config = self._llm.model_config.hf_config
+        self.weights = verdict_name(self._llm.llm_engine.vllm_config, "--blend", "")
+        tokenizer = self._llm.get_tokenizer()
+        self.lead: NDArray[np.int32] = np.array(tokenizer("")["input_ids"], np.int32)
+        self.encode: Encode = lambda text: list(tokenizer(text, add_special_tokens=False)["input_ids"])
+
+    def measure(self, sample: Sample, methods: Mapping[str, Method]) -> dict[str, Measures]:
+        """Return figures as `Judge.measure`; seconds are wall time and include loading documents.
+
+        Raises:
+            BenchError: the stored KV of a document was not found again.
+        """
+        sample = sample.behind(self.lead)
+        alone = [np.concatenate([self.lead, sample.prompt[a:b]]).tolist() for a, b in sample.documents]
+        self._generate([{"prompt_token_ids": ids} for ids in alone], max_tokens=1)
+        full, figures = self._answer(sample)
+        measured = {"full": figures_of(full, full, sample, 1.0, 0.0) | figures}
+        for name, method in methods.items():
+            ours, figures = self._answer(sample, method.selection)
+            measured[name] = figures_of(full, ours, sample, 0.0, 0.0) | figures
+        return measured
+
+    def close(self) -> None:
+        """Shut down the engine."""
+        self._llm.llm_engine.engine_core.shutdown()
+
+    def _answer(self, sample: Sample, selection: Selection | None = None) -> tuple[torch.Tensor, Measures]:
+        """Return log probabilities [C, V] of the continuation's tokens, each given those before, and figures.
+
+        Figures: seconds of the prompt; rows if it is blended; f1 if the sample has an answer.
+        """
+        from kvkit.lab.quality.teacher_forcing import FOLLOW
+
+        prompt: dict[str, Any] = {"prompt_token_ids": sample.prompt.tolist()}
+        extra: dict[str, Any] = {}
+        if selection:
+            asked = {"documents": [list(span) for span in sample.documents], "prefix": len(self.lead)}
+            asked |= {"method": selection.method, "ratio": selection.ratio, "first_n": selection.first_n}
+            extra = {"kv_transfer_params": {"blend": asked}}
+        else:
+            prompt["cache_salt"] = uuid4().hex  # prevents hits
+        tokens = sample.continuation.tolist()
+        with tempfile.TemporaryDirectory(prefix="kvkit-") as folder:
+            file = Path(folder) / "said.npy"
+            follow = extra | {FOLLOW: {"tokens": tokens, "file": str(file)}}
+            (out,) = self._generate([prompt], max_tokens=len(tokens), extra_args=follow)
+            logits = torch.from_numpy(np.load(file))
+        figures: Measures = {"seconds": out.metrics.first_token_ts - out.metrics.queued_ts}
+        if selection:
+            figures["rows"] = self._rows(sample, selection, out.kv_transfer_params or {})
+        if wanted := tokens[: sample.answer]:
+            said = logits.argmax(-1)[: sample.answer].tolist()
+            if said != wanted:  # then generate freely: each token after the model's own
+                (out,) = self._generate([prompt], max_tokens=sample.answer, extra_args=extra)
+                said = list(out.outputs[0].token_ids)
+            figures["f1"] = f1(said, wanted)
+        return logits, figures
+
+    def _rows(self, sample: Sample, selection: Selection, params: Mapping[str, Any]) -> float:
+        """Return the computed share of tokens * layers of a prompt; `params`: those of its answer."""
+        plan = self._plan(sample)
+        counts: Mapping[str, int] = params.get("blend") or {"computed": 0}
+        if not plan.reused.any():
+            return len(plan.computed) / plan.tokens
+        if counts["computed"] != len(plan.computed):
+            raise BenchError(
+                f"vLLM blended {counts} of a prompt that reuses {int(plan.reused.sum())} document tokens: "
+                f"not all were kept; the memory tier of {memory.gib(TIER_BYTES)} may be too small"
+            )
+        layers: int = self._llm.model_config.hf_text_config.num_hidden_layers
+        looked = looks(selection, plan, layers) * len(plan.computed)
+        return ((counts["computed"] + counts["recomputed"]) * layers + looked) / (plan.tokens * layers)
+
+    def _plan(self, sample: Sample) -> BlendPlan:
+        """Return vLLM's plan of the prompt if every whole chunk of its documents is found."""
+        lead, exact = len(self.lead), 0
+        spans = []
+        for start, stop in sample.documents:
+            found = (lead + stop - start) // CHUNK_TOKENS * CHUNK_TOKENS
+            exact = found if start == lead else exact
+            spans.append(Span(start, stop, lead).found(found, exact))
+        return plan_blend(len(sample.prompt), exact, spans)
+
+    def _generate(self, prompts: Sequence[Mapping[str, Any]], **sampling: Any) -> Sequence[Any]:
+        from vllm import SamplingParams
+
+        params = SamplingParams(temperature=0, detokenize=False, ignore_eos=True, **sampling)
+        out: Sequence[Any] = self._llm.generate(list(prompts), params, use_tqdm=False)
+        return out

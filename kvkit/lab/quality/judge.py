@@ -1,0 +1,347 @@
+"""Judge of blending methods: compares a model's answers over blended KV with those of full recompute.
+
+The judge computes a sample's prompt in full, and each of its documents alone; every method then blends the
+same documents. It compares the distributions of the continuation's tokens.
+"""
+
+from __future__ import annotations
+
+import re
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from typing import Any, TypeVar
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from rich.console import Console
+
+from kvkit.adapters.huggingface import smollm2
+from kvkit.adapters.huggingface.auxiliary import AuxiliaryModel
+from kvkit.adapters.huggingface.blended import HuggingFaceDecoder, paged
+from kvkit.adapters.huggingface.fingerprint import model_fingerprint
+from kvkit.adapters.huggingface.growing import GrowingCache
+from kvkit.adapters.huggingface.probe import probe_layout
+from kvkit.blend.plan import BlendError, BlendPlan, Selection, Span, plan_blend
+from kvkit.blend.run import Blended, Positions, Reader, Sees, blend
+from kvkit.kernels.pages import reference
+from kvkit.lab.files import BenchError, load_model, load_tokenizer, model_folder
+from kvkit.lab.quality.statistics import f1
+from kvkit.lab.quality.tasks.sample import Encode, Sample
+
+M = TypeVar("M", bound="MeasuredModel")
+Measures = dict[str, float]
+
+BLOCK_ROWS = 32
+
+
+@dataclass(frozen=True, slots=True)
+class Method:
+    """Method that fills in a prompt's KV.
+
+    Args:
+        selection: selection of the tokens to recompute.
+        mask: "" for the correct mask, or that of another system: `bottom right` (CacheBlend's code: with M
+            rows and N keys, row i sees keys up to N - M + i) or `blocks` (LMCache 0.5's sparse kernel: 32
+            selected rows see the keys before the block of 32 with the last row; rows of an incomplete block
+            get zeros).
+    """
+
+    selection: Selection
+    mask: str = ""
+
+
+_BY_K = {ratio: Selection("k_deviation", ratio, 0) for ratio in (0.05, 0.15, 0.30)}
+METHODS: Mapping[str, Method] = {
+    "naive": Method(Selection("first_n", 0.0, 0)),
+    "first n .15": Method(Selection("first_n", 0.15, 0)),
+    "random .15": Method(Selection("random", 0.15, 0)),
+    "v deviation .15": Method(Selection("v_deviation", 0.15, 0)),
+    "question .15": Method(Selection("question_attention", 0.15, 0)),
+    "default .15, 4 layers": Method(Selection(layers=4)),
+    "default .15, 16 layers": Method(Selection(layers=16)),
+    "default .15, no value norm": Method(Selection(value_norm=False)),
+    "default .15, no fade": Method(Selection(fade=0)),
+    "default .15, drift": Method(Selection(drift=0.5)),
+    **{f"k deviation .{100 * ratio:02.0f}": Method(by_k) for ratio, by_k in _BY_K.items()},
+    **{f"default .{100 * ratio:02.0f}": Method(Selection(ratio=ratio)) for ratio in _BY_K},
+    "k deviation .15, bottom-right mask": Method(_BY_K[0.15], "bottom right"),
+    "k deviation .15, block mask": Method(_BY_K[0.15], "blocks"),
+    **{
+        f"{name} .15": Method(Selection(name, 0.15, 0))
+        for name in ("cacheblend", "infoflow", "prophetkv", "qcfuse", "oracle", "oracle_change")
+    },
+}
+_OPTIONS: Mapping[str, tuple[str, Callable[[str], float]]] = {
+    "covering": ("coverage", float),
+    "first": ("first_n", int),
+}
+
+
+def method_named(name: str) -> Method:
+    """Return one of `METHODS`, or build a method from "NAME .15": a blending method and its ratio.
+
+    NAME is "default", one of `kvkit.blend.methods.registry.METHODS` or package.module:name. Without a ratio,
+    the default's applies. In "NAME .40, covering .8" the option sets `Selection.coverage`, in "NAME .15,
+    first 8" `Selection.first_n`, which is otherwise 0 unless NAME is "default".
+
+    Raises:
+        BenchError: the name is neither.
+    """
+    if name in METHODS:
+        return METHODS[name]
+    said, *options = name.split(", ")
+    method, _, ratio = said.rpartition(" ")
+    chosen: dict[str, Any] = {}
+    if re.fullmatch(r"[\d.]+", ratio):
+        chosen["ratio"] = float(ratio)
+    else:
+        method = said
+    try:
+        selection = Selection() if method == "default" else Selection(method, first_n=0)
+        for option in options:
+            word, _, value = option.partition(" ")
+            if word not in _OPTIONS:
+                raise ValueError(f"{option!r} is not an option")
+            field, of = _OPTIONS[word]
+            chosen[field] = of(value)
+        return Method(replace(selection, **chosen))
+    except ValueError as error:
+        if ":" in method:
+            raise BenchError(f"methods: {name!r}: {error}") from error
+        may = " or ".join(f"', {word} N'" for word in _OPTIONS)
+        raise BenchError(
+            f"methods: {name!r}: {error}. Want some of {'; '.join(METHODS)}; or NAME .15, also with {may}"
+        ) from error
+
+
+class NotBlendable(BenchError):
+    """kvkit cannot compute the model's layers itself: they differ from Llama's."""
+
+
+class MeasuredModel:
+    """Hugging Face causal language model, in eval mode, that measures continuations of prompts.
+
+    Attributes:
+        lead: first tokens of every prompt by its tokenizer, int32 [n]; often `<bos>`, or empty.
+
+    Raises:
+        LayoutError: the model's KV cannot be cached, see `probe_layout`.
+    """
+
+    def __init__(self, model: Any) -> None:
+        self.lead: NDArray[np.int32] = np.zeros(0, np.int32)
+        self.model, self.config = model, model.config
+        self.layout = probe_layout(model)
+        self.weights = model_fingerprint(model)
+
+    def logits(self, ids: NDArray[np.int32], kv: GrowingCache, keep: int = 1) -> torch.Tensor:
+        """Return logits [keep, V] of the last tokens of `ids` (0: of all); appends their KV to `kv`."""
+        inputs = torch.from_numpy(ids.astype(np.int64))[None].to(self.model.device)
+        out = self.model(input_ids=inputs, past_key_values=kv, use_cache=True, logits_to_keep=keep)
+        logits: torch.Tensor = out.logits[0]
+        return logits
+
+    def says(self, last: torch.Tensor, sample: Sample, kv: GrowingCache) -> list[int]:
+        """Return greedy tokens, as many as the answer has, from the logits `last` [1, V]. Mutates `kv`."""
+        said = [int(last.argmax())]
+        while len(said) < sample.answer:
+            said.append(int(self.logits(np.array(said[-1:], np.int32), kv).argmax()))
+        return said
+
+    def follow(self, last: torch.Tensor, sample: Sample, kv: GrowingCache) -> torch.Tensor:
+        """Return log probabilities [C, V] of the continuation's tokens, each given the earlier ones.
+
+        Mutates `kv`.
+        """
+        rest = self.logits(sample.continuation[:-1], kv, 0)
+        return torch.cat([last, rest]).float().log_softmax(-1)
+
+
+class Judge(MeasuredModel):
+    """Judge of methods on samples; every prompt and document follows `lead`.
+
+    Args:
+        auxiliary: auxiliary model of methods that need one.
+
+    Raises:
+        BlendError: the model cannot be blended.
+    """
+
+    def __init__(self, model: Any, auxiliary: Reader | None = None) -> None:
+        self.decoder = HuggingFaceDecoder(model)
+        self.auxiliary = auxiliary
+        super().__init__(model)
+
+    @torch.inference_mode()
+    def measure(self, sample: Sample, methods: Mapping[str, Method] = METHODS) -> dict[str, Measures]:
+        """Return figures of every method, and of `full` recompute.
+
+        Returns:
+            by method: kl, mean KL divergence from full recompute's distributions, in nats per token; top1,
+            share of tokens with the same most likely token; nll, mean negative log likelihood of the
+            continuation; if the sample has an answer, exact, 1 if the most likely tokens are the answer, and
+            f1, of as many tokens generated greedily; rows, computed share of tokens * layers; seconds of the
+            prefill after the reused KV is in place: CPU time of all threads, or wall time on a GPU.
+        """
+        sample = sample.behind(self.lead)
+        total = len(sample.prompt)
+        room = total + len(sample.continuation)
+        kv = GrowingCache(self.layout, room, self.decoder.device)
+        began = _now(self.decoder.device)
+        last = self.logits(sample.prompt, kv)
+        seconds = _now(self.decoder.device) - began
+        full = self.follow(last, sample, kv)
+        measured = {"full": figures_of(full, full, sample, 1.0, seconds) | self._f1(last, full, sample, kv)}
+        found, plan = self.documents(sample, room)
+        for name, method in methods.items():
+            for layer, source in zip(kv.layers, found.layers, strict=True):
+                layer.room_k.copy_(source.room_k)
+                layer.room_v.copy_(source.room_v)
+            began = _now(self.decoder.device)
+            blended = self._blend(method, sample, plan, kv)
+            seconds = _now(self.decoder.device) - began
+            kv.mark_filled(total)
+            logits = self.follow(blended.logits[None], sample, kv)
+            rows = blended.row_layers / (total * self.decoder.layers)
+            measured[name] = figures_of(full, logits, sample, rows, seconds)
+            measured[name] |= self._f1(blended.logits[None], logits, sample, kv)
+        return measured
+
+    def _f1(self, last: torch.Tensor, logits: torch.Tensor, sample: Sample, kv: GrowingCache) -> Measures:
+        """Return the F1 of the answer's tokens; truncates `kv` to the prompt if it generates."""
+        if not sample.answer:
+            return {}
+        wanted = sample.continuation[: sample.answer].tolist()
+        if logits[: sample.answer].argmax(-1).tolist() == wanted:
+            return {"f1": 1.0}
+        kv.mark_filled(len(sample.prompt))
+        return {"f1": f1(self.says(last, sample, kv), wanted)}
+
+    def documents(self, sample: Sample, room: int) -> tuple[GrowingCache, BlendPlan]:
+        """Return KV of every document, computed alone after `lead` and rotated to its place, and the plan."""
+        found, lead = GrowingCache(self.layout, room, self.decoder.device), len(self.lead)
+        for start, stop in sample.documents:
+            ids = np.concatenate([self.lead, sample.prompt[start:stop]])
+            alone = GrowingCache(self.layout, len(ids), self.decoder.device)
+            self.logits(ids, alone)
+            shifts = np.repeat([0, start - lead], [lead, stop - start])
+            turns = torch.from_numpy(self.decoder.rope.turns(shifts)).to(self.decoder.device)
+            places = torch.from_numpy(np.r_[:lead, start:stop]).to(self.decoder.device)
+            for target, source in zip(found.layers, alone.layers, strict=True):
+                target.room_k[:, :, places] = reference.rotate(source.room_k, turns, self.decoder.rope)
+                target.room_v[:, :, places] = source.room_v
+        spans = [Span(start, stop, lead, exact=start == lead) for start, stop in sample.documents]
+        return found, plan_blend(len(sample.prompt), lead if spans else 0, spans)
+
+    def _blend(self, method: Method, sample: Sample, plan: BlendPlan, kv: GrowingCache) -> Blended:
+        pages = paged(kv)
+        if method.mask == "blocks":
+            imitation = _BlockMask(self.decoder, plan)
+            return blend(imitation, pages, sample.prompt, plan, method.selection, sees=imitation.sees)
+        sees = _bottom_right(plan.tokens) if method.mask else None
+        selection, auxiliary = method.selection, self.auxiliary
+        return blend(self.decoder, pages, sample.prompt, plan, selection, sees=sees, auxiliary=auxiliary)
+
+
+def _now(device: torch.device) -> float:
+    """Return CPU seconds, or on a GPU wall seconds after its work is complete."""
+    if device.type != "cuda":
+        return time.process_time()
+    torch.cuda.synchronize(device)
+    return time.perf_counter()
+
+
+def figures_of(
+    full: torch.Tensor, ours: torch.Tensor, sample: Sample, rows: float, seconds: float
+) -> Measures:
+    """Return figures of log probabilities [C, V], compared with those of full recompute."""
+    wanted = torch.from_numpy(sample.continuation.astype(np.int64)).to(ours.device)
+    best = ours.argmax(-1)
+    right = (best == wanted)[: sample.answer]
+    return {
+        "kl": float((full.exp() * (full - ours)).sum(-1).mean()),
+        "top1": float((best == full.argmax(-1)).float().mean()),
+        "nll": float(-ours.gather(-1, wanted[:, None]).mean()),
+        **({"exact": float(right.all())} if sample.answer else {}),
+        "rows": rows,
+        "seconds": seconds,
+    }
+
+
+def _bottom_right(tokens: int) -> Sees:
+    return lambda positions: np.arange(tokens - len(positions), tokens, dtype=np.int32)
+
+
+class _BlockMask(HuggingFaceDecoder):
+    """Decoder with the attention mask of LMCache's sparse kernel for selected rows; see `Method.mask`."""
+
+    def __init__(self, decoder: HuggingFaceDecoder, plan: BlendPlan) -> None:
+        vars(self).update(vars(decoder))  # the same model: avoids probing it again
+        self.plan = plan
+        self.zeros: NDArray[np.intp] = np.zeros(0, np.intp)
+
+    def sees(self, positions: Positions) -> Positions:
+        selected = np.flatnonzero(~np.isin(positions, self.plan.computed))
+        if len(positions) == int((~self.plan.exact).sum()):  # layer 0 is dense
+            selected = selected[:0]
+        seen = positions.copy()
+        whole = len(selected) // BLOCK_ROWS * BLOCK_ROWS
+        for block in range(0, whole, BLOCK_ROWS):
+            rows = selected[block : block + BLOCK_ROWS]
+            seen[rows] = positions[rows[-1]] // BLOCK_ROWS * BLOCK_ROWS - 1
+        self.zeros = selected[whole:]
+        return seen
+
+    def post(self, layer: int, h: torch.Tensor, o: torch.Tensor) -> torch.Tensor:
+        if layer < self.layers - 1:  # the last layer has only the question's last row
+            o[torch.from_numpy(self.zeros)] = 0
+        return super().post(layer, h, o)
+
+
+def load_judge(model: str | None, console: Console) -> tuple[Judge, Encode, str]:
+    """Load a judge of a model (None: SmolLM2-135M), its tokenizer as a function, and its name.
+
+    Raises:
+        BenchError: a package is missing, or the model cannot be loaded.
+        NotBlendable: the model cannot be blended layer by layer.
+    """
+    try:
+        judge, encode = load_measured(model, console, Judge)
+    except BlendError as error:
+        raise NotBlendable(str(error)) from error
+    return judge, encode, model or smollm2.NAME
+
+
+def load_auxiliary(name: str, model: str | None, console: Console) -> AuxiliaryModel:
+    """Load an auxiliary model for `model`; `name`: hub id, folder or "gemma".
+
+    Raises:
+        BenchError: a package is missing, or a model cannot be loaded.
+    """
+    own, loaded = load_model(model_folder(name, console))
+    return AuxiliaryModel(_placed(loaded), (load_tokenizer(model_folder(model, console)), own))
+
+
+def load_measured(model: str | None, console: Console, make: Callable[[Any], M]) -> tuple[M, Encode]:
+    """Load a model (None: SmolLM2-135M), wrap it with `make`, and return it and its tokenizer as a function.
+
+    Raises:
+        BenchError: a package is missing, or the model cannot be loaded.
+    """
+    folder = model_folder(model, console)
+    console.print("loading the model")
+    tokenizer, loaded = load_model(folder)
+    made = make(_placed(loaded))
+    made.lead = np.array(tokenizer("")["input_ids"], np.int32)
+
+    def encode(text: str) -> list[int]:
+        return list(tokenizer(text, add_special_tokens=False)["input_ids"])
+
+    return made, encode
+
+
+def _placed(model: Any) -> Any:
+    """Move the model to a GPU, if there is one."""
+    return model.to("cuda") if torch.cuda.is_available() else model

@@ -1,0 +1,117 @@
+"""Effect of quantised records on a model's answers: 8-bit KV of a prompt against KV in full precision."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, get_args
+
+import numpy as np
+import torch
+from rich.console import Console
+
+from kvkit.adapters.huggingface.growing import GrowingCache
+from kvkit.format.layout import LayoutError, Precision
+from kvkit.kernels.pages import reference
+from kvkit.lab.files import BenchError
+from kvkit.lab.quality.judge import MeasuredModel, Measures, figures_of, load_measured
+from kvkit.lab.quality.statistics import bootstrap
+from kvkit.lab.quality.tasks.registry import SETS, samples
+from kvkit.lab.quality.tasks.sample import Encode, Sample
+from kvkit.observe.progress import Say, counted
+from kvkit.transfer import precision as gate
+
+GATE_SAMPLES, ROUNDS = 4, 4
+"""Samples per set in each round, and the maximum number of rounds until the verdict is sure."""
+
+
+def restore(kv: GrowingCache, source: GrowingCache, tokens: int, precision: Precision) -> None:
+    """Fill `kv` with the first tokens of `source`, quantised and dequantised. Mutates `kv`."""
+    for layer, held in zip(kv.layers, source.layers, strict=True):
+        k, v = held.room_k[:, :, :tokens], held.room_v[:, :, :tokens]
+        sizes = k.shape[-1], v.shape[-1]
+        rows = reference.quantise(torch.cat([k, v], -1), sizes[0], precision)
+        both = reference.dequantise(rows, *sizes, precision).to(k.dtype)
+        layer.room_k[:, :, :tokens], layer.room_v[:, :, :tokens] = (
+            both[..., : sizes[0]],
+            both[..., sizes[0] :],
+        )
+    kv.mark_filled(tokens)
+
+
+class PrecisionJudge(MeasuredModel):
+    """Judge of quantisation on samples: quantises the KV of all prompt tokens but the last."""
+
+    @torch.inference_mode()
+    def measure(
+        self, sample: Sample, forms: Sequence[Precision] = get_args(Precision)
+    ) -> dict[str, Measures]:
+        """Return figures of each precision and of `full`, as `Judge.measure`; rows and seconds are NaN."""
+        sample = sample.behind(self.lead)
+        stored, room = len(sample.prompt) - 1, len(sample.prompt) + len(sample.continuation)
+        kv, nan = GrowingCache(self.layout, room, self.model.device), float("nan")
+        full = self.follow(self.logits(sample.prompt, kv), sample, kv)
+        measured = {"full": figures_of(full, full, sample, nan, nan)}
+        for precision in forms:
+            fewer = GrowingCache(self.layout, room, self.model.device)
+            restore(fewer, kv, stored, precision)
+            said = self.follow(self.logits(sample.prompt[stored:], fewer), sample, fewer)
+            measured[precision] = figures_of(full, said, sample, nan, nan)
+        return measured
+
+
+def load(model: str | None, console: Console) -> tuple[PrecisionJudge, Encode]:
+    """Load a model (None: SmolLM2-135M) to be measured, and its tokenizer as a function.
+
+    Raises:
+        BenchError: a package is missing, the model cannot be loaded, or its KV cannot be cached.
+    """
+    try:
+        return load_measured(model, console, PrecisionJudge)
+    except LayoutError as error:
+        raise BenchError(f"model {model!r}: {error}") from error
+
+
+def measure_gate(
+    judge: PrecisionJudge,
+    encode: Encode,
+    names: Sequence[str],
+    precision: Precision,
+    say: Say,
+    tokens: int = 768,
+) -> dict[str, Any]:
+    """Measure a precision on `GATE_SAMPLES` samples of every set, and keep the verdict of `gate.decide`.
+
+    Measures more samples, up to `ROUNDS` times as many, while another draw could change the verdict.
+
+    Args:
+        names: names of the weights; the verdict is kept under each.
+        say: called every few seconds with the number of measured samples of a round.
+
+    Returns:
+        the verdict of `gate.decide`, with kl_interval, top1_interval, samples, sure, paths; exact, the share
+        of codes repeated correctly, and full_exact, the same with KV in full precision.
+    """
+    drawn = [samples(kind, encode, ROUNDS * GATE_SAMPLES, tokens) for kind in SETS]
+    found: list[dict[str, Measures]] = []
+
+    def of(what: str, figure: str) -> np.ndarray[Any, np.dtype[np.float64]]:
+        return np.array([measured[what][figure] for measured in found if figure in measured[what]])
+
+    for first in range(ROUNDS):
+        some = [sample for one_set in drawn for sample in one_set[first::ROUNDS]]
+        work = (judge.measure(sample, [precision]) for sample in some)
+        found += counted(work, f"samples, round {first + 1} of at most {ROUNDS}", len(some), say)
+        kl, top1 = of(precision, "kl"), of(precision, "top1")
+        intervals = bootstrap(kl), bootstrap(top1)
+        if sure := gate.is_sure(*intervals):
+            break
+    result = gate.decide(float(kl.mean()), float(top1.mean())) | {
+        "kl_interval": list(intervals[0]),
+        "top1_interval": list(intervals[1]),
+        "exact": float(of(precision, "exact").mean()),
+        "full_exact": float(of("full", "exact").mean()),
+        "samples": len(found),
+        "sure": sure,
+    }
+    paths = gate.keep(names, precision, result)
+    return result | {"paths": [str(path) for path in paths]}

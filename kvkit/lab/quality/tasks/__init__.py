@@ -1,0 +1,1 @@
+"""Samples of tasks, for the measurement of quality."""

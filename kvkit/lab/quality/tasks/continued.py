@@ -1,0 +1,80 @@
+"""Tasks that continue or repeat the text of the documents.
+
+contiguous   running text cut into documents; each continues the one before
+documents    different texts, then a request to continue one of them
+retrieval    texts with sentences "The access code for NAME is | 48217." cut at the end of a document,
+             then a request to repeat the codes
+"""
+
+from __future__ import annotations
+
+import itertools
+from fractions import Fraction
+
+import numpy as np
+from numpy.random import Generator
+
+from kvkit.lab.quality.tasks.sample import (
+    CONTINUATION_TOKENS,
+    DOCUMENT_TOKENS,
+    Encode,
+    Sample,
+    Texts,
+    from_parts,
+)
+from kvkit.lab.serve.workloads import NAMES
+
+QUESTION_TOKENS = 32
+"""Tokens of `contiguous` between the last document and the continuation."""
+
+
+def contiguous(texts: Texts, encode: Encode, documents: int, rng: Generator, at: Fraction) -> Sample:
+    stream = np.array([token for _, ids in texts for token in ids], np.int32)
+    prompt = documents * DOCUMENT_TOKENS + QUESTION_TOKENS
+    room = len(stream) - prompt - CONTINUATION_TOKENS
+    if room < 0:
+        raise ValueError(f"the text has {len(stream)} tokens, a prompt of {prompt} is too long")
+    start = int(room * at)
+    text = stream[start : start + prompt + CONTINUATION_TOKENS]
+    cuts = np.arange(documents + 1) * DOCUMENT_TOKENS
+    return from_parts([text[a:b] for a, b in itertools.pairwise(cuts)], text[cuts[-1] :], 0)
+
+
+def documents(texts: Texts, encode: Encode, documents: int, rng: Generator, at: Fraction) -> Sample:
+    long = [(title, ids) for title, ids in texts if len(ids) >= DOCUMENT_TOKENS + CONTINUATION_TOKENS]
+    chosen = [long[j] for j in rng.choice(len(long), documents, replace=len(long) < documents)]
+    title, asked = chosen[int(rng.integers(documents))]
+    parts, end = [], 0
+    for name, ids in chosen:
+        head = encode(f"\n\n# {name}\n\n")
+        keep = DOCUMENT_TOKENS - len(head)
+        parts.append(np.array([*head, *ids[:keep]], np.int32))
+        if name == title:
+            end = keep
+    question = encode(f"\n\n# {title}, continued from where the text above ends\n\n")
+    follows = [*asked[end - 8 : end], *asked[end : end + CONTINUATION_TOKENS]]  # a few words to continue
+    return from_parts(parts, np.array([*question, *follows], np.int32), 0)
+
+
+def retrieval(texts: Texts, encode: Encode, documents: int, rng: Generator, at: Fraction) -> Sample:
+    stream = [token for _, ids in texts for token in ids]
+    names = [NAMES[j % len(NAMES)] for j in rng.permutation(max(documents - 1, len(NAMES)))[: documents - 1]]
+    codes = [int(code) for code in rng.integers(10_000, 100_000, documents - 1)]
+    start = int(rng.integers(len(stream) - documents * DOCUMENT_TOKENS))
+    parts = []
+    for d in range(documents):
+        head = encode(f" {codes[d - 1]}.\n") if d else []
+        tail = encode(f"\nThe access code for {names[d]} is") if d < documents - 1 else []
+        keep = DOCUMENT_TOKENS - len(head) - len(tail)
+        parts.append(np.array([*head, *stream[start : start + keep], *tail], np.int32))
+        start += keep
+    # a name that repeats in a long prompt would have two codes
+    once = [d for d in range(documents - 1) if names.count(names[d]) == 1] or [0]
+    order = [once[j] for j in rng.permutation(len(once))]
+    asked = " ".join(f"The access code for {names[d]} is {codes[d]}." for d in order)
+    lead = f"The access code for {names[order[0]]} is"
+    question = encode(f"\n\nRepeat the access codes that the text above tells.\n{lead}")
+    answer = encode(f" {codes[order[0]]}")
+    rest = encode(f".{asked[len(lead) + 1 + len(str(codes[order[0]])) + 1 :]}\n" + " The end." * 16)
+    follows = [*answer, *rest][:CONTINUATION_TOKENS]
+    return from_parts(parts, np.array([*question, *follows], np.int32), len(answer))

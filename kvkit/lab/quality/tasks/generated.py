@@ -1,0 +1,152 @@
+"""Tasks about generated facts hidden in running text, with known answers.
+
+The kinds of RULER (https://arxiv.org/abs/2404.06654): needles (one key, one of many keys, many values of a
+key, several keys), variable tracking, common words, QA over distractors. `hops` needs two facts, as
+2WikiMultihopQA (https://arxiv.org/abs/2011.01060) does.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from fractions import Fraction
+from string import ascii_uppercase
+
+import numpy as np
+from numpy.random import Generator
+from numpy.typing import NDArray
+
+from kvkit.lab.quality.tasks.sample import DOCUMENT_TOKENS, Encode, Sample, Texts, answered, cut
+from kvkit.lab.serve.workloads import NAMES
+
+SURNAMES = ("Abel", "Berg", "Cole", "Dahl", "Eng", "Ford", "Gray", "Holt", "Ives", "Jung")
+PEOPLE = [" ".join(both) for both in itertools.product(NAMES, SURNAMES)]
+CITIES = ("Lisbon", "Vienna", "Oslo", "Cairo", "Lima", "Hanoi", "Dublin", "Quito", "Riga", "Accra")
+TRADES = ("baker", "pilot", "nurse", "painter", "lawyer", "farmer", "singer", "tailor", "judge", "miner")
+WORDS = (
+    *("apple", "river", "candle", "window", "garden", "pencil", "bridge", "orange", "mirror", "basket"),
+    *("forest", "button", "ladder", "pillow", "rocket", "saddle", "tunnel", "violin", "wallet", "anchor"),
+    *("bottle", "carpet", "dragon", "engine", "feather", "guitar", "hammer", "island", "jacket", "kettle"),
+)
+VALUES, QUERIES, LINKS, COMMON = 3, 2, 3, 3
+"""Values per key, keys per question, variables after the first one, common words."""
+
+
+def needle(texts: Texts, encode: Encode, documents: int, rng: Generator, at: Fraction) -> Sample:
+    """Ask for one person's number."""
+    return _numbers(texts, encode, documents, rng, (1, 1, 1))
+
+
+def needle_keys(texts: Texts, encode: Encode, documents: int, rng: Generator, at: Fraction) -> Sample:
+    """Ask for one person's number; every document has one person's number."""
+    return _numbers(texts, encode, documents, rng, (documents, 1, 1))
+
+
+def needle_values(texts: Texts, encode: Encode, documents: int, rng: Generator, at: Fraction) -> Sample:
+    """Ask for all numbers of one person, in order."""
+    return _numbers(texts, encode, documents, rng, (1, VALUES, 1))
+
+
+def needle_queries(texts: Texts, encode: Encode, documents: int, rng: Generator, at: Fraction) -> Sample:
+    """Ask for the numbers of several of many persons."""
+    return _numbers(texts, encode, documents, rng, (max(documents, QUERIES), 1, QUERIES))
+
+
+def tracking(texts: Texts, encode: Encode, documents: int, rng: Generator, at: Fraction) -> Sample:
+    """Ask which variables have a given value, after a chain of assignments."""
+    letters = "".join(rng.permutation(list(ascii_uppercase)))
+    names = [letters[at : at + 3] for at in range(0, 3 * 2 * (LINKS + 1), 3)]
+    ours, others = names[: LINKS + 1], names[LINKS + 1 :]
+    value, other = (str(number) for number in _codes(2, rng))
+    pairs = zip(_chain(value, ours), _chain(other, others), strict=True)
+    facts = [fact for pair in pairs for fact in pair]
+    question = f"\n\nThe variables that have the value {value}, in order: VAR {ours[0]},"
+    answer = ",".join(f" VAR {name}" for name in ours[1:])
+    return answered(_hidden(texts, encode, documents, rng, facts), encode, question, answer)
+
+
+def words(texts: Texts, encode: Encode, documents: int, rng: Generator, at: Fraction) -> Sample:
+    """Ask for the most common words of a long list."""
+    order = [WORDS[j] for j in rng.permutation(len(WORDS))]
+    common, rare = order[:COMMON], order[COMMON:]
+    listed: list[int] = []
+    while len(listed) < documents * DOCUMENT_TOKENS:
+        some = [*common * 2, *(rare[j] for j in rng.choice(len(rare), COMMON, replace=False))]
+        listed += encode("".join(f" {some[j]}" for j in rng.permutation(len(some))))
+    question = f"\n\nThe {COMMON} most common words in the list above, in alphabetical order:"
+    return answered(cut(listed, documents), encode, question, " " + ", ".join(sorted(common)))
+
+
+def qa(texts: Texts, encode: Encode, documents: int, rng: Generator, at: Fraction) -> Sample:
+    """Ask in which city a person lives; other passages are about other persons."""
+    people = _drawn(PEOPLE, documents, rng)
+    trades, cities = (rng.choice(some, documents) for some in (TRADES, CITIES))
+    facts = [
+        f"{who} is a {does} and lives in {where}."
+        for who, does, where in zip(people, trades, cities, strict=True)
+    ]
+    asked = int(rng.integers(documents))
+    question = f"\n\nQuestion: In which city does {people[asked]} live?\nAnswer: {people[asked]} lives in"
+    return answered(_hidden(texts, encode, documents, rng, facts), encode, question, f" {cities[asked]}")
+
+
+def hops(texts: Texts, encode: Encode, documents: int, rng: Generator, at: Fraction) -> Sample:
+    """Ask where a pupil's teacher lives; one fact names the teacher, another one the teacher's city."""
+    pairs = max(2, documents // 2)
+    people, cities = _drawn(PEOPLE, 2 * pairs, rng), rng.choice(CITIES, pairs)
+    pupils, teachers = people[:pairs], people[pairs:]
+    facts = [f"The teacher of {pupil} is {who}." for pupil, who in zip(pupils, teachers, strict=True)]
+    facts += [f"{who} lives in {where}." for who, where in zip(teachers, cities, strict=True)]
+    facts = [facts[j] for j in rng.permutation(len(facts))]
+    asked = int(rng.integers(pairs))
+    lead = f"The teacher of {pupils[asked]} lives in"
+    question = f"\n\nQuestion: In which city does the teacher of {pupils[asked]} live?\nAnswer: {lead}"
+    return answered(_hidden(texts, encode, documents, rng, facts), encode, question, f" {cities[asked]}")
+
+
+def _numbers(
+    texts: Texts, encode: Encode, documents: int, rng: Generator, counts: tuple[int, int, int]
+) -> Sample:
+    """Ask for numbers of persons; `counts`: persons, numbers per person, and persons asked for."""
+    persons, each, queries = counts
+    people, codes = _drawn(PEOPLE, persons, rng), _codes(persons * each, rng).reshape(persons, each)
+    facts = [f"The magic number of {who} is {c}." for who, of in zip(people, codes, strict=True) for c in of]
+    asked = rng.permutation(persons)[:queries]
+    whose = " and ".join(people[j] for j in asked)
+    is_or_are = "number of {} is" if each * queries == 1 else "numbers of {}, in order, are"
+    question = f"\n\nThe magic {is_or_are.format(whose)}"
+    answer = " " + ", ".join(str(code) for code in codes[asked].ravel())
+    return answered(_hidden(texts, encode, documents, rng, facts), encode, question, answer)
+
+
+def _chain(value: str, names: Sequence[str]) -> list[str]:
+    given = [value, *(f"VAR {name}" for name in names)]
+    return [f"VAR {name} = {of}." for of, name in zip(given, names, strict=False)]
+
+
+def _drawn(some: Sequence[str], count: int, rng: Generator) -> list[str]:
+    """Draw `count` items; they repeat only if there are fewer."""
+    return [some[j % len(some)] for j in rng.permutation(max(count, len(some)))[:count]]
+
+
+def _codes(count: int, rng: Generator) -> NDArray[np.int64]:
+    return 10_000 + rng.choice(90_000, count, replace=False)
+
+
+def _hidden(
+    texts: Texts, encode: Encode, documents: int, rng: Generator, facts: Sequence[str]
+) -> list[NDArray[np.int32]]:
+    """Return documents of running text with the facts in them, in order, each on a line of its own."""
+    stream = [token for _, ids in texts for token in ids]
+    start = int(rng.integers(max(1, len(stream) - documents * DOCUMENT_TOKENS)))
+    spread = rng.permutation(np.arange(max(len(facts), documents)) % documents)[: len(facts)]
+    told: list[list[int]] = [[] for _ in range(documents)]
+    for document, fact in zip(np.sort(spread), facts, strict=True):
+        told[document] += encode(f"\n{fact}\n")
+    parts = []
+    for lines in told:
+        filler = [stream[(start + j) % len(stream)] for j in range(DOCUMENT_TOKENS - len(lines))]
+        before = int(rng.integers(len(filler) + 1))
+        parts.append(np.array([*filler[:before], *lines, *filler[before:]], np.int32))
+        start += len(filler)
+    return parts

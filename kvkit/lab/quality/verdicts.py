@@ -1,0 +1,118 @@
+"""Verdicts on a model for `kvkit doctor`: whether it may be blended, and its KV be quantised."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any, get_args
+
+from rich.console import Console
+
+from kvkit.environment import prepare_verdicts
+from kvkit.format.layout import Precision
+from kvkit.lab.files import BenchError, measuring, model_folder
+from kvkit.observe.progress import timed
+
+
+def check_blending(model: str, console: Console) -> None:
+    """Measure whether a model may be blended; keep and print the verdict.
+
+    Raises:
+        BenchError: the model must not be blended or cannot be measured.
+        ModelError: the model cannot be fetched.
+    """
+    from kvkit.lab.quality.comparison import GATE_METHODS, measure_gate
+    from kvkit.lab.quality.in_vllm import opened
+    from kvkit.lab.quality.judge import METHODS
+
+    _prepare("blend")
+    folder = model_folder(model, console)
+    methods = {name: METHODS[name] for name in GATE_METHODS}
+    with measuring(model), opened(folder, console, methods) as (judge, encode, _):
+        served = served_names(folder, judge.config)
+        names = list(dict.fromkeys([judge.weights, *served]))
+        gate = measure_gate(judge, encode, names, timed(console))
+    low, high = gate["kl_interval"]
+    for line in (
+        f"{model}: blending 15 % changes the distribution of the next token by {gate['kl']:.4f} nats "
+        f"({low:.4f}–{high:.4f}), limit {gate['kl_limit']}; that is {gate['of_naive']:.2f} of the change "
+        f"by reuse without recomputation ({gate['naive_kl']:.4f}), limit {gate['of_naive_limit']}",
+        *_kept(gate, served),
+    ):
+        console.print(line, markup=False, highlight=False, soft_wrap=True)
+    if not gate["passed"]:
+        raise BenchError("this model must not be blended")
+    console.print("this model may be blended")
+
+
+def check_precision(form: str, model: str, console: Console) -> None:
+    """Measure whether a model's KV may be quantised; keep and print the verdict.
+
+    Raises:
+        BenchError: the KV must not be quantised or cannot be measured, or the precision is unknown.
+        ModelError: the model cannot be fetched.
+    """
+    from kvkit.lab.quality import precision as gate
+
+    forms: dict[str, Precision] = {known: known for known in get_args(Precision)}
+    if (precision := forms.get(form)) is None:
+        raise BenchError(f"precision = {form!r}: want one of {', '.join(forms)}")
+    _prepare(f"precision/{precision}")
+    folder = model_folder(model, console)
+    judge, encode = gate.load(folder, console)
+    served = served_names(folder, judge.model.config)
+    with measuring(model):
+        found = gate.measure_gate(judge, encode, [judge.weights, *served], precision, timed(console))
+    for line in (
+        f"{model}, {found['samples']} samples, 95 % intervals: KV in {precision} changes the distribution of "
+        f"the next token by {found['kl']:.5f} nats "
+        f"({found['kl_interval'][0]:.5f}–{found['kl_interval'][1]:.5f}), limit {found['kl_limit']}; the most "
+        f"likely token is the same in {found['top1']:.1%} ({found['top1_interval'][0]:.1%}–"
+        f"{found['top1_interval'][1]:.1%}), limit {found['top1_limit']:.0%}; "
+        f"{found['exact']:.0%} of the codes are repeated correctly, {found['full_exact']:.0%} in full "
+        "precision",
+        *([] if found["sure"] else ["a limit lies within its interval: other texts may change the verdict"]),
+        *_kept(found, served),
+    ):
+        console.print(line, markup=False, highlight=False, soft_wrap=True)
+    if not found["passed"]:
+        raise BenchError(f"this model's KV must not be held in {precision}")
+    console.print(f"this model's KV may be held in {precision}")
+
+
+def _prepare(kind: str) -> None:
+    """Create the folder for verdicts of this kind, before measuring.
+
+    Raises:
+        BenchError: the folder cannot be written.
+    """
+    try:
+        prepare_verdicts(kind)
+    except OSError as error:
+        raise BenchError(
+            f"a verdict could not be kept: {error}; set XDG_CACHE_HOME to a writable folder"
+        ) from error
+
+
+def _kept(found: dict[str, Any], served: list[str]) -> list[str]:
+    """Return lines that state the location of a verdict."""
+    unseen = "not kept for engines of vLLM, which need blake3 to find it: pip install 'kvkit-llm[blake3]'"
+    return [f"kept in {', '.join(found['paths'])}", *([] if served else [unseen])]
+
+
+def served_names(model: str, config: Any) -> list[str]:
+    """Return the name under which vLLM engines look up a verdict on `model`, a hub id or a folder.
+
+    Args:
+        config: configuration of the model, as loaded by transformers.
+
+    Returns:
+        one name, or none if it cannot be determined here.
+    """
+    try:
+        from kvkit.adapters.vllm.gate import folder_name
+    except ImportError:  # of blake3
+        return []
+    if Path(model).is_dir():
+        return [folder_name(Path(model))]
+    commit = getattr(config, "_commit_hash", None)
+    return [commit] if commit else []

@@ -1,0 +1,52 @@
+"""Requests of a trace as prompts of words: equal chunks become equal text, about one token per word."""
+
+from __future__ import annotations
+
+import numpy as np
+from msgspec.structs import replace
+
+from kvkit.lab.serve.workloads import CompletionRequest, text_of
+from kvkit.lab.simulate.traces import Trace
+
+
+def replayed(trace: Trace, seed: int, requests: int, speed: float | None = None) -> list[CompletionRequest]:
+    """Return the first `requests` of a trace as completion requests, in order of arrival.
+
+    Requests of a session are sent one after the other. A prompt has fixed words for each of its chunks, and
+    words of its own for the tokens after the last whole chunk. The trace's answers are not replayed.
+
+    Args:
+        seed: seed of the words.
+        speed: speed-up of the trace's arrival times; None: send as soon as a slot is free.
+    """
+    numbers: dict[str, int] = {}
+    seen: set[str] = set()
+    made = []
+    for i, request in enumerate(trace.requests[:requests]):
+        names = request.chunks[: request.prompt_chunks]
+        rest = request.input_tokens - len(names) * trace.block_tokens
+        parts = [text_of(_random(seed, name), trace.block_tokens) for name in names]
+        parts += [text_of(_random(seed, f"rest {i}"), rest)] if rest else []
+        first = trace.requests[0].timestamp_ms
+        made.append(
+            CompletionRequest(
+                session=numbers.setdefault(request.session, len(numbers)),
+                text=" ".join(parts),
+                again=bool(names) and names[0] in seen,
+                arrival_s=0.0 if speed is None else (request.timestamp_ms - first) / 1000 / speed,
+                follows=False,
+            )
+        )
+        seen.update(names[:1])
+    return made
+
+
+def prompts_alone(trace: Trace, requests: int) -> Trace:
+    """Return the trace without answers, as `replayed` sends it, to simulate the same requests."""
+    some = trace.requests[:requests]
+    alone = (replace(one, chunks=one.chunks[: one.prompt_chunks], output_tokens=0) for one in some)
+    return Trace(trace.block_tokens, tuple(alone))
+
+
+def _random(seed: int, name: str) -> np.random.Generator:
+    return np.random.default_rng([seed, *name.encode()])

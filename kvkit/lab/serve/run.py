@@ -1,0 +1,272 @@
+"""`kvkit bench serve`: workloads on several servers, side by side."""
+
+from __future__ import annotations
+
+import re
+import tempfile
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import asdict, replace
+from pathlib import Path
+from urllib.parse import urlsplit
+
+from rich.console import Console
+
+from kvkit.config import Config, load_config
+from kvkit.lab.files import BenchError, check_folders, model_folder, split_options, write_figures
+from kvkit.lab.serve import memory
+from kvkit.lab.serve.client import Target, connect, counted_hits, drive
+from kvkit.lab.serve.options import Targets, Traffic
+from kvkit.lab.serve.replay import replayed
+from kvkit.lab.serve.report import Measured, as_json, draw, tables
+from kvkit.lab.serve.systems import (
+    CHUNK_TOKENS,
+    DEFAULT,
+    STAGING_BYTES,
+    SYSTEMS,
+    WITH_CACHE,
+    Setup,
+    ended_by_sigterm,
+    missing,
+    started,
+)
+from kvkit.lab.serve.workloads import WORKLOADS, CompletionRequest, Workload, arriving, document_qa
+from kvkit.lab.simulate.traces import trace_of
+from kvkit.observe.progress import Say
+from kvkit.observe.terminal import show
+
+TRACE = "trace"
+"""Name of the workload that replays a trace."""
+
+
+def run(traffic: Traffic, targets: Targets, json_path: Path, png_path: Path | None, console: Console) -> None:
+    """Measure, print tables, write figures and a picture. Skips systems that are not installed.
+
+    Raises:
+        BenchError: an option is wrong, nothing is left to measure, or a file cannot be written. Also after
+            printing and writing all results, if a system did not start or answer, or a request failed.
+        ConfigError, ModelError: kvkit's configuration is wrong, or the model cannot be fetched.
+    """
+    known = _known(traffic)
+    workloads = _chosen("workloads", traffic.workloads, tuple(known)) or tuple(known)
+    urls = targets.url or []
+    systems = _chosen("systems", targets.systems, SYSTEMS) or (() if urls else DEFAULT)
+    check_folders(json_path, png_path)
+    options = split_options(targets.vllm)
+    settings = None if targets.config is None else load_config(targets.config)
+    chunk_tokens = CHUNK_TOKENS if settings is None else settings.chunk_tokens
+
+    def say(text: str) -> None:
+        console.print(text, markup=False, highlight=False, soft_wrap=True)
+
+    chosen = []
+    for system in systems:
+        if reason := missing(system):
+            say(f"{system}: left out, {reason}")
+        else:
+            chosen.append(system)
+    if not chosen and not urls:
+        raise BenchError("nothing to measure: install vLLM, or name a server with --url")
+    found: dict[tuple[str, str], Measured] = {}
+    lost: dict[str, str] = {}
+    running = [connect(*_named(url), targets.model) for url in urls]
+    names = [*chosen, *(server.name for server in running)]
+    if len(set(names)) < len(names):
+        raise BenchError(f"url: names are {', '.join(names)}, want each once; give them as NAME=URL")
+    with ended_by_sigterm(), tempfile.TemporaryDirectory(prefix="kvkit-bench-") as folder:
+        name = model_folder(targets.model, console) if chosen else ""
+        setup = Setup(name, targets.memory_gib, targets.config, options, Path(folder), chunk_tokens)
+        if chosen:
+            setup = _sized(setup, settings, chosen, targets.interleave)
+            say(setup.memory)
+        groups: list[Sequence[str | Target]] = [[*chosen, *running]]
+        if not targets.interleave:
+            groups = [*([system] for system in chosen), running]
+        for servers in groups:  # servers of a group run at once and alternate
+            with ExitStack() as stack:
+                ready = _start_all(servers, setup, stack, lost, say)
+                for measured in measure(ready, {w: known[w] for w in workloads}, traffic, lost, say):
+                    key = measured.workload, measured.system
+                    found[key] = found[key] + measured if key in found else measured
+    keys = [(workload, name) for workload in workloads for name in names]
+    results = [found[key] for key in keys if key in found]
+    if results:
+        for table in tables(results):
+            show(table, console)
+        model = targets.model
+        write_figures(
+            json_path,
+            command=_command(workloads, traffic),
+            model=Path(model).name if model and Path(model).is_dir() else model,
+            load=asdict(traffic) | {"workloads": workloads},
+            interleave=targets.interleave,
+            memory_gib=targets.memory_gib,
+            vllm_options=list(options),
+            chunk_tokens=chunk_tokens,
+            memory=setup.memory,
+            left_out=lost,
+            **as_json(results),
+        )
+        say(f"figures: {json_path}")
+        if png_path is not None:
+            draw(results, png_path)
+            say(f"picture: {png_path}")
+    if lost:
+        raise BenchError("\n".join(lost.values()))
+    for measured in results:
+        for error in filter(None, (answer.error for answer in measured.answers)):
+            raise BenchError(f"{measured.workload} on {measured.system}: {error}")
+
+
+def measure(
+    servers: Sequence[Target],
+    workloads: Mapping[str, Workload],
+    traffic: Traffic,
+    lost: dict[str, str],
+    say: Say,
+) -> Iterator[Measured]:
+    """Measure and yield every round of every workload on each server; each round starts with another one.
+
+    Mutates `lost`: adds the reason for each server that does not answer; these are skipped.
+    """
+    ready = []
+    for server in servers:
+        kills = memory.kills()
+        if (error := _warm_up(server, traffic)) is None:
+            ready.append(server)
+            continue
+        why = memory.killed(kills)
+        said = error if why is None else f"{error} ({why})"
+        lost[server.name] = f"{server.name}: {server.url} does not answer: {said}"
+        say(f"{server.name}: left out, it does not answer")
+    for number in range(traffic.rounds if ready else 0):
+        turn = number % len(ready)
+        for workload, make in workloads.items():
+            requests = _round(make, traffic, number)
+            for server in [*ready[turn:], *ready[:turn]]:
+                say(f"round {number + 1} of {traffic.rounds}: {workload} on {server.name}")
+                kills = memory.kills()
+                measured = _measure(server, workload, requests, traffic)
+                if any(answer.error for answer in measured.answers) and (why := memory.killed(kills)):
+                    lost[server.name] = f"{server.name}: {why} during {workload}"
+                yield measured
+
+
+def _known(traffic: Traffic) -> dict[str, Workload]:
+    """Return the available workloads: only the trace, if there is one.
+
+    Raises:
+        BenchError: the options exclude each other.
+        ConfigError: the trace cannot be read.
+    """
+    if not traffic.trace:
+        if traffic.speed is not None:
+            raise BenchError(f"speed = {traffic.speed:g}: it applies to a trace; want --trace, or --rate")
+        return dict(WORKLOADS)
+    if traffic.workloads or traffic.rate is not None:
+        raise BenchError(
+            f"trace = {traffic.trace!r}: want no workloads and no rate with a trace; use --speed"
+        )
+    trace = trace_of(traffic.trace, traffic.requests)
+
+    def send(seed: int, requests: int, words: int) -> list[CompletionRequest]:
+        return replayed(trace, seed, requests, traffic.speed)
+
+    return {TRACE: send}
+
+
+def _round(make: Workload, traffic: Traffic, number: int) -> list[CompletionRequest]:
+    """Return the requests of one round; its seed is the given seed plus its number."""
+    seed = traffic.seed + number
+    made = make(seed, traffic.requests, traffic.words)
+    made = [replace(request, max_tokens=traffic.max_tokens) for request in made]
+    return made if traffic.rate is None else arriving(made, traffic.rate, seed)
+
+
+def _warm_up(server: Target, traffic: Traffic) -> str | None:
+    """Send requests, so that the server compiles and opens what it needs; return an error or None.
+
+    The second request repeats the document of the first one, to cover the work of a first hit.
+    """
+    warm = document_qa(traffic.seed + traffic.rounds, 2, traffic.words, asked=2)
+    errors = (answer.error for answer in drive(server, warm, 1, traffic.timeout_s)[0])
+    return next((error for error in errors if error is not None), None)
+
+
+def _measure(
+    server: Target, workload: str, requests: Sequence[CompletionRequest], traffic: Traffic
+) -> Measured:
+    before = counted_hits(server)
+    answers, wall_s = drive(server, requests, traffic.concurrency, traffic.timeout_s)
+    after = counted_hits(server)
+    told = [answer.cached_tokens for answer in answers if answer.cached_tokens is not None]
+    counted = after - before if before is not None and after is not None else None
+    return Measured(server.name, workload, tuple(answers), wall_s, sum(told) if told else counted)
+
+
+def _chosen(setting: str, text: str, known: Sequence[str]) -> tuple[str, ...]:
+    """Split names at commas.
+
+    Raises:
+        BenchError: a name is unknown or repeated.
+    """
+    names = tuple(name.strip() for name in text.split(",") if name.strip())
+    for name in names:
+        if name not in known:
+            raise BenchError(f"{setting} = {name!r}: want some of {', '.join(known)}")
+    if len(set(names)) < len(names):
+        raise BenchError(f"{setting} = {','.join(names)!r}: want each once")
+    return names
+
+
+def _command(workloads: Sequence[str], traffic: Traffic) -> str:
+    """Return a command that sends the same requests, without options for one machine."""
+    sizes = f"--requests {traffic.requests} --words {traffic.words} --max-tokens {traffic.max_tokens}"
+    times = f"--concurrency {traffic.concurrency} --rounds {traffic.rounds} --seed {traffic.seed}"
+    rate = "" if traffic.rate is None else f" --rate {traffic.rate}"
+    if traffic.trace:
+        speed = "" if traffic.speed is None else f" --speed {traffic.speed}"
+        return f"kvkit bench serve --trace {traffic.trace}{speed} {sizes} {times}"
+    return f"kvkit bench serve --workloads {','.join(workloads)} {sizes} {times}{rate}"
+
+
+def _sized(setup: Setup, config: Config | None, systems: Sequence[str], interleave: bool) -> Setup:
+    """Return `setup` with options for vLLM's memory, sized by the machine and the other servers.
+
+    Raises:
+        MemoryTooSmall: the servers do not fit.
+    """
+    cache = (setup.memory_gib << 30) + STAGING_BYTES if config is None else memory.tier_bytes(config)
+    caches = len(WITH_CACHE.intersection(systems))
+    share = memory.share(
+        setup.model,
+        servers=len(systems) if interleave else 1,
+        tiers=cache * (caches if interleave else min(1, caches)),
+        options=setup.options,
+    )
+    return replace(setup, options=(*share.options, *setup.options), memory=share.words)
+
+
+def _start_all(
+    servers: Sequence[str | Target], setup: Setup, stack: ExitStack, lost: dict[str, str], say: Say
+) -> list[Target]:
+    """Start servers and return those that run. Mutates `lost`: adds the reason for each that failed."""
+    ready = []
+    for server in servers:
+        if isinstance(server, Target):
+            ready.append(server)
+            continue
+        say(f"{server}: starting")
+        try:
+            target = connect(server, stack.enter_context(started(server, setup)))
+            ready.append(replace(target, blends=server == "kvkit-blend"))
+        except BenchError as error:
+            lost[server] = str(error)
+            say(f"{server}: left out, it does not start")
+    return ready
+
+
+def _named(url: str) -> tuple[str, str]:
+    """Split "NAME=URL" into name and URL; a plain URL is named by its host and port."""
+    named = re.fullmatch(r"([^=:/]+)=(.*)", url)
+    return (named[1], named[2]) if named else (urlsplit(url).netloc, url)

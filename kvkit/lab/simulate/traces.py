@@ -1,0 +1,558 @@
+"""Traces: requests with the chunks of their tokens, read from a file or generated from a seed.
+
+A file has one request per line, in one of these formats, and may be compressed by gzip. Mooncake's
+(https://github.com/kvcache-ai/Mooncake), with one id per 512 tokens of the prompt:
+
+    {"timestamp": 27482, "input_length": 1260, "output_length": 52, "hash_ids": [46, 47, 2353]}
+
+Alibaba's (https://github.com/alibaba-edu/qwen-bailian-usagetraces-anon), with one id per 16 tokens, and time
+in seconds:
+
+    {"chat_id": 9, "parent_chat_id": 4, "timestamp": 61.1, "input_length": 35, "hash_ids": [8, 3], "turn": 2}
+
+Requests as an OpenAI server or an agent logs them, with the answer last if it is known:
+
+    {"timestamp": 0, "session": "a", "messages": [{"role": "user", "content": "Hi"}]}
+
+kvkit's own, which also has the blocks that the answer fills:
+
+    {"block_tokens": 256}
+    {"timestamp": 0, "session": "chat-1", "input_length": 700, "output_length": 150, "blocks": [7, 8, 9]}
+
+CSV traces of Azure and BurstGPT (`kvkit.lab.simulate.trace_files`) have only lengths: no request is known to
+share a prefix with another, so each has chunks of its own.
+
+`timestamp` is in milliseconds, lengths are in tokens. `blocks` are the whole blocks of prompt and answer;
+equal ids are equal tokens, wherever they stand. A first line with `block_tokens` may precede any format.
+
+ShareGPT's conversations, as vLLM's benchmarks read them, are a JSON list, or one conversation per line:
+
+    {"id": "x", "conversations": [{"from": "human", "value": "Hi"}, {"from": "gpt", "value": "Hello"}]}
+
+Each answer is a request. Conversations have no times, so times are drawn as in `chat`. Four bytes of text
+count as a token.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import random
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from heapq import heappop, heappush
+from itertools import accumulate, chain, count
+from operator import attrgetter
+from pathlib import Path
+from typing import Annotated, Any, ClassVar
+
+import msgspec
+from msgspec.structs import replace
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from kvkit.lab.simulate.trace_files import MOST_TOKENS, read_lines, read_rows
+from kvkit.settings import ConfigError, explain
+
+MOONCAKE_BLOCK_TOKENS, ALIBABA_BLOCK_TOKENS, TEXT_BLOCK_TOKENS, LENGTHS_BLOCK_TOKENS = 512, 16, 256, 256
+_TOKEN_BYTES = 4  # of text, approximately
+
+
+class Request(msgspec.Struct, frozen=True, gc=False):
+    """One request. It is part of no cycle, so the garbage collector need not visit millions of requests."""
+
+    timestamp_ms: float  # time of arrival
+    session: str  # requests that a router may keep together
+    input_tokens: int  # of the prompt
+    output_tokens: int  # of the answer
+    chunks: tuple[
+        str, ...
+    ]  # a name per whole chunk of the prompt and, if known, the answer: equal for equal prefixes
+    prompt_chunks: int  # number of chunks that the prompt fills
+
+
+@dataclass(frozen=True, slots=True)
+class Trace:
+    """Requests in order of arrival; a chunk is `block_tokens` tokens.
+
+    Attributes:
+        prefixes_known: False if the file has only lengths; then no request shares a chunk with another.
+        failed: number of requests in the file that failed, and were left out.
+    """
+
+    block_tokens: int
+    requests: tuple[Request, ...]
+    prefixes_known: bool = True
+    failed: int = 0
+
+
+class _Header(BaseModel):
+    model_config = ConfigDict(extra="forbid")
+    block_tokens: int = Field(ge=1, le=2**20)
+    prefixes_known: bool = True
+
+
+class _Line(BaseModel):
+    """A request as ids of blocks."""
+
+    block: ClassVar[int] = MOONCAKE_BLOCK_TOKENS
+    timestamp: float = Field(ge=0, allow_inf_nan=False)
+    session: str | int | None = None
+    input_length: int = Field(ge=1, le=MOST_TOKENS)
+    output_length: int = Field(default=0, ge=0, le=MOST_TOKENS)
+    hash_ids: list[int] | None = None
+    blocks: list[int] | None = None
+
+    def requests(self, file: _TraceFile) -> Iterable[_Named]:
+        """Return the requests of the line. Mutates `file`."""
+        return _requests(self, file)
+
+
+class _ValidLine(msgspec.Struct):
+    """A valid `_Line`, decoded in a third of the time, but without explaining what is invalid."""
+
+    block: ClassVar[int] = _Line.block
+    timestamp: Annotated[float, msgspec.Meta(ge=0)]
+    input_length: Annotated[int, msgspec.Meta(ge=1, le=MOST_TOKENS)]
+    output_length: Annotated[int, msgspec.Meta(ge=0, le=MOST_TOKENS)] = 0
+    session: str | int | None = None
+    hash_ids: list[int] | None = None
+    blocks: list[int] | None = None
+
+    def requests(self, file: _TraceFile) -> Iterable[_Named]:
+        return _requests(self, file)
+
+
+def _requests(line: _Line | _ValidLine, file: _TraceFile) -> tuple[_Named]:
+    session = str(file.number if line.session is None else line.session)
+    return ((line.timestamp, session, line.input_length, line.output_length, _ids(line, file)),)
+
+
+class _Chat(_Line):
+    """A request as ids of blocks, in Alibaba's format."""
+
+    block: ClassVar[int] = ALIBABA_BLOCK_TOKENS
+    chat_id: str | int
+    parent_chat_id: str | int = -1
+
+    def requests(self, file: _TraceFile) -> Iterable[_Named]:
+        first = self.chat_id if self.parent_chat_id == -1 else self.parent_chat_id
+        session = file.sessions[self.chat_id] = file.sessions.get(first, str(first))
+        ids = _ids(self, file)
+        return ((self.timestamp * 1000, session, self.input_length, self.output_length, ids),)
+
+
+class _Messages(BaseModel):
+    """A request as texts."""
+
+    block: ClassVar[int] = TEXT_BLOCK_TOKENS
+    timestamp: float = Field(ge=0, allow_inf_nan=False)
+    session: str | int | None = None
+    messages: list[dict[str, Any]] = Field(min_length=1)
+
+    def requests(self, file: _TraceFile) -> Iterable[_Named]:
+        session = str(file.number if self.session is None else self.session)
+        answered = len(self.messages) > 1 and self.messages[-1].get("role") == "assistant"
+        texts = [json.dumps(message, sort_keys=True) for message in self.messages]
+        yield file.said(self.timestamp, session, texts if answered else [*texts, ""])
+
+
+class _Part(BaseModel):
+    speaker: str = Field(alias="from")
+    value: str
+
+
+class _Conversation(BaseModel):
+    """A conversation as texts, with one request per answer."""
+
+    block: ClassVar[int] = TEXT_BLOCK_TOKENS
+    conversations: list[_Part]
+
+    def requests(self, file: _TraceFile) -> Iterable[_Named]:
+        file.start_ms += file.writer.gap_ms(0.5)
+        time_ms, texts = file.start_ms, [part.value for part in self.conversations]
+        for i, part in enumerate(self.conversations):
+            if i and part.speaker in ("gpt", "assistant"):
+                yield file.said(time_ms, str(file.number), texts[: i + 1])
+                time_ms += 5_000 + file.writer.gap_ms(60)
+
+
+_AnyLine = _Line | _ValidLine | _Messages | _Conversation
+_FORMATS: Mapping[str, type[_Line | _Messages | _Conversation]] = {
+    "chat_id": _Chat,
+    "messages": _Messages,
+    "conversations": _Conversation,
+}
+"""Formats by a field that no other format has."""
+_MARKS = tuple(f'"{name}"'.encode() for name in _FORMATS)
+_VALID_LINES = msgspec.json.Decoder(_ValidLine)
+
+
+@dataclass(slots=True)
+class _TraceFile:
+    """The state of reading a file, from its earlier lines."""
+
+    path: str | Path
+    header: _Header | None = None
+    block_tokens: int = 0
+    number: int = 0  # of the line
+    sessions: dict[str | int, str] = field(default_factory=dict)  # by chat
+    start_ms: float = 0.0  # of the last conversation
+    writer: _Writer = field(default_factory=lambda: _Writer(0, "conversations"))
+    segments: dict[str, int] = field(default_factory=dict)  # by text
+    ids: dict[tuple[tuple[int, int, int], ...], int] = field(default_factory=dict)
+
+    @property
+    def where(self) -> str:
+        return f"{self.path}:{self.number}"
+
+    def said(self, time_ms: float, session: str, texts: Sequence[str]) -> _Named:
+        """Build a request with the last text as its answer. Mutates."""
+        text = [
+            (
+                self.segments.setdefault(t, len(self.segments)),
+                -(-len(t.encode(errors="surrogatepass")) // _TOKEN_BYTES),
+            )
+            for t in texts
+        ]
+        prompt = max(1, _tokens(text[:-1]))
+        return time_ms, session, prompt, text[-1][1], _blocks(tuple(text), self.block_tokens, self.ids)
+
+
+def trace_of(name: str, requests: int, seed: int = 0) -> Trace:
+    """Read the trace file `name`; if there is none, generate `requests` with the generator `name`.
+
+    Raises:
+        ConfigError: `name` is neither a trace nor one of `GENERATORS`.
+    """
+    made = name in GENERATORS and not Path(name).exists()
+    return GENERATORS[name](requests, seed) if made else read_trace(name)
+
+
+def read_trace(path: str | Path) -> Trace:
+    """Read a trace in any of the formats, and sort its requests by time.
+
+    Lines are read one by one, so memory holds the requests but not the text, except of a JSON list.
+
+    Raises:
+        ConfigError: the file cannot be read or is no trace. The message names file, line and field.
+    """
+    lines = read_lines(path)
+    blank = []  # lines before the first
+    for line in lines:
+        if line.strip():
+            break
+        blank.append(line)
+    else:
+        raise ConfigError(f"{path}: no requests")
+    every = chain(blank, (line,), lines)
+    kind = line.lstrip()[:1]
+    trace = _lengths(every, path) if kind not in b"{[" else _named(every, path, listed=kind == b"[")
+    if not trace.requests:
+        raise ConfigError(f"{path}: no requests")
+    return trace
+
+
+def _named(lines: Iterable[bytes], path: str | Path, listed: bool) -> Trace:
+    """Build the trace of JSON lines or of a JSON list."""
+    if listed:
+        try:
+            lines = map(bytes, msgspec.json.decode(b"".join(lines), type=list[msgspec.Raw]))
+        except (msgspec.MsgspecError, RecursionError) as error:
+            raise ConfigError(f"{path}: {error}") from error
+    file = _TraceFile(path)
+    names = _ChunkNames()
+    found: list[Request] = []
+    for file.number, text in enumerate(lines, 1):
+        if text.isspace():
+            continue
+        try:
+            if not file.block_tokens and b'"block_tokens"' in text:
+                file.header = _Header.model_validate_json(text)
+                file.block_tokens = file.header.block_tokens
+                continue
+            line = _read_line(text)
+        except ValidationError as error:
+            raise ConfigError(explain(error, _Header, f"{file.where}: ")) from error
+        file.block_tokens = file.block_tokens or line.block
+        found += [names.request(named, file.block_tokens) for named in line.requests(file)]
+    return _sorted(file.block_tokens, found, file.header is None or file.header.prefixes_known)
+
+
+def _lengths(lines: Iterable[bytes], path: str | Path) -> Trace:
+    """Build the trace of a CSV file: each request has chunks of its own, for its prompt and answer."""
+    found: list[Request] = []
+    failed = used = 0  # chunks
+    for number, row in enumerate(read_rows(lines, path), 1):
+        if row is None:
+            failed += 1
+            continue
+        time_ms, session, prompt, answer = row
+        first, used = used, used + (prompt + answer) // LENGTHS_BLOCK_TOKENS
+        chunks = tuple(map(str, range(first, used)))
+        whole = prompt // LENGTHS_BLOCK_TOKENS
+        found.append(Request(time_ms, session or str(number), prompt, answer, chunks, whole))
+    return _sorted(LENGTHS_BLOCK_TOKENS, found, False, failed)
+
+
+def _sorted(
+    block_tokens: int, requests: list[Request], prefixes_known: bool = True, failed: int = 0
+) -> Trace:
+    """Build a trace of `requests`, sorted by time. Mutates the list."""
+    requests.sort(key=attrgetter("timestamp_ms"))
+    return Trace(block_tokens, tuple(requests), prefixes_known, failed)
+
+
+def _read_line(text: bytes) -> _AnyLine:
+    """Parse one line in the format that its fields indicate."""
+    for mark in _MARKS:
+        if mark in text:  # as a field or within a text
+            break
+    else:
+        try:
+            return _VALID_LINES.decode(text)
+        except (msgspec.MsgspecError, RecursionError):
+            return _Line.model_validate_json(text)
+    try:
+        fields = json.loads(text)
+    except (ValueError, RecursionError):
+        fields = None
+    if not isinstance(fields, dict):
+        return _Line.model_validate_json(text)  # its error explains why
+    return next((form for name, form in _FORMATS.items() if name in fields), _Line).model_validate(fields)
+
+
+def write_trace(trace: Trace, path: str | Path) -> None:
+    """Write `trace` in kvkit's own format, line by line. Names of chunks become numbers.
+
+    Raises:
+        OSError: the file cannot be written.
+    """
+    numbers: dict[str, int] = {}
+    header = {"block_tokens": trace.block_tokens}
+    with Path(path).open("w", encoding="utf-8") as file:
+        file.write(json.dumps(header | ({} if trace.prefixes_known else {"prefixes_known": False})) + "\n")
+        for request in trace.requests:
+            fields = {
+                "timestamp": request.timestamp_ms,
+                "session": request.session,
+                "input_length": request.input_tokens,
+                "output_length": request.output_tokens,
+                "blocks": [numbers.setdefault(name, len(numbers)) for name in request.chunks],
+            }
+            file.write(json.dumps(fields, separators=(",", ":")) + "\n")
+
+
+def _ids(line: _Line | _ValidLine, file: _TraceFile) -> list[int]:
+    """Return the ids of a line's whole blocks."""
+    block_tokens = file.block_tokens
+    prompt = line.input_length // block_tokens
+    if (line.hash_ids is None) == (line.blocks is None):
+        raise ConfigError(f"{file.where}: want hash_ids or blocks, one of the two")
+    if line.hash_ids is not None:
+        least, most, ids, name = prompt, -(-line.input_length // block_tokens), line.hash_ids, "hash_ids"
+    else:
+        if file.header is None:
+            raise ConfigError(f'{file.where}: blocks without a first line such as {{"block_tokens": 256}}')
+        most = (line.input_length + line.output_length) // block_tokens
+        least, ids, name = prompt, line.blocks or [], "blocks"
+    if not least <= len(ids) <= most:
+        raise ConfigError(
+            f"{file.where}: {name}: {len(ids)} ids; {line.input_length} + {line.output_length} tokens in "
+            f"blocks of {block_tokens} have {least}{f' to {most}' if most > least else ''}"
+        )
+    return ids[:prompt] if line.hash_ids is not None else ids
+
+
+_Named = tuple[float, str, int, int, Sequence[int]]
+"""(time in ms, session, tokens of the prompt, tokens of the answer, ids of blocks)."""
+
+
+class _ChunkNames:
+    """Names of chunks that depend on all chunks before, as chained keys do. `request` mutates it.
+
+    Most blocks follow the same chunk wherever they stand. These are found by their id alone, which takes half
+    the time and memory of pairs.
+    """
+
+    def __init__(self) -> None:
+        self._parents: dict[int, str] = {}  # by block: name of the first chunk that it followed
+        self._names: dict[int, str] = {}  # by block: its name there
+        self._others: dict[tuple[str, int], str] = {}  # by parent and block: its name after other chunks
+
+    def request(self, named: _Named, block_tokens: int) -> Request:
+        """Build the request from the ids of its blocks."""
+        time_ms, session, input_tokens, output_tokens, ids = named
+        parents, names, others = self._parents, self._names, self._others
+        name, chunks = "", []
+        for block in ids:
+            parent = parents.get(block)
+            if parent == name:
+                name = names[block]
+            elif parent is None:
+                parents[block] = name
+                name = names[block] = str(len(names) + len(others))
+            else:
+                name = others.setdefault((name, block), str(len(names) + len(others)))
+            chunks.append(name)
+        prompt = min(len(chunks), input_tokens // block_tokens)
+        return Request(time_ms, session, input_tokens, output_tokens, tuple(chunks), prompt)
+
+
+_Text = tuple[tuple[int, int], ...]
+"""Text as segments (id, tokens): equal ids are equal text."""
+_Event = tuple[float, str, _Text]
+"""(time in ms, session, text of a prompt and, in the last segment, its answer)."""
+
+
+class _Writer:
+    """A random source of texts, lengths and times; every segment that it makes is new."""
+
+    def __init__(self, seed: int, kind: str) -> None:
+        self.chance = random.Random(f"{kind} {seed}")
+        self._segments = count(1)
+
+    def text(self, tokens: int) -> tuple[int, int]:
+        return next(self._segments), tokens
+
+    def length(self, median: float, spread: float = 0.8, most: int = 16_384) -> int:
+        """Draw a number of tokens from a log-normal distribution."""
+        return max(1, min(most, round(median * math.exp(self.chance.gauss(0, spread)))))
+
+    def pick(self, size: int, skew: float) -> Callable[[], int]:
+        """Make a function that draws from range(size), the i-th with a weight of (i + 1)^-skew."""
+        items = range(size)
+        weights = list(accumulate((i + 1) ** -skew for i in items))
+        return lambda: self.chance.choices(items, cum_weights=weights)[0]
+
+    def gap_ms(self, mean_s: float) -> float:
+        return self.chance.expovariate(1.0) * mean_s * 1000
+
+
+def chat(requests: int, seed: int = 0, block_tokens: int = 256) -> Trace:
+    """Generate conversations: the prompt of each turn repeats all earlier turns.
+
+    12 assistants with system prompts, 2 new sessions a second, 5 turns on average (some have many more), a
+    minute between turns.
+    """
+    w = _Writer(seed, "chat")
+    assistants = [w.text(w.length(900)) for _ in range(12)]
+    pick = w.pick(len(assistants), 1.0)
+
+    def session(number: int, start_ms: float) -> Iterator[_Event]:
+        said, time = [assistants[pick()]], start_ms
+        go_on = w.chance.betavariate(4, 1)  # some sessions have one turn, some very many
+        while True:
+            said += [w.text(w.length(120, 1.2)), w.text(w.length(250))]
+            yield time, f"chat-{number}", tuple(said)
+            if w.chance.random() > go_on or _tokens(said) > 30_000:
+                return
+            time += 5_000 + w.gap_ms(60)
+
+    return _generate(requests, block_tokens, session, w, sessions_per_s=2.0)
+
+
+def rag(requests: int, seed: int = 0, block_tokens: int = 256) -> Trace:
+    """Generate questions over shared documents.
+
+    A prompt has instructions, one to three of 2,000 documents (Zipf, 1.0) and a question. Eight a second; no
+    question is repeated.
+    """
+    w = _Writer(seed, "rag")
+    instructions = w.text(600)
+    documents = [w.text(w.length(2_500, 0.6)) for _ in range(2_000)]
+    pick = w.pick(len(documents), 1.0)
+
+    def session(number: int, start_ms: float) -> Iterator[_Event]:
+        chosen = dict.fromkeys(pick() for _ in range(w.chance.randint(1, 3)))
+        question, answer = w.text(w.length(40)), w.text(w.length(200))
+        yield start_ms, f"rag-{number}", (instructions, *(documents[d] for d in chosen), question, answer)
+
+    return _generate(requests, block_tokens, session, w, sessions_per_s=8.0)
+
+
+def agents(requests: int, seed: int = 0, block_tokens: int = 256) -> Trace:
+    """Generate the requests of agents that call tools.
+
+    A session has one of 6 long prefixes of tools (4,000 to 16,000 tokens), a task, then steps of an action
+    and the tool's result, seconds apart, 12 on average. A new task starts every 2 seconds.
+    """
+    w = _Writer(seed, "agents")
+    prefixes = [w.text(w.chance.randint(4_000, 16_000)) for _ in range(6)]
+    pick = w.pick(len(prefixes), 0.8)
+
+    def session(number: int, start_ms: float) -> Iterator[_Event]:
+        said, time = [prefixes[pick()], w.text(w.length(400))], start_ms
+        while True:
+            said.append(w.text(w.length(80, 0.6)))  # the action
+            yield time, f"agent-{number}", tuple(said)
+            if w.chance.random() < 1 / 12 or _tokens(said) > 100_000:
+                return
+            said.append(w.text(w.length(600, 1.2)))
+            time += 1_500 + w.gap_ms(6)
+
+    return _generate(requests, block_tokens, session, w, sessions_per_s=0.5)
+
+
+def mixed(requests: int, seed: int = 0, block_tokens: int = 256) -> Trace:
+    """Generate a third each of `chat`, `rag` and `agents`, at the same time."""
+    parts = []
+    for make in (chat, rag, agents):
+        part = make(-(-requests // 3), seed, block_tokens).requests
+        mark = make.__name__  # chunks of different parts differ
+        parts.append([replace(r, chunks=tuple(f"{mark}-{name}" for name in r.chunks)) for r in part])
+    together = sorted(chain.from_iterable(parts), key=lambda r: r.timestamp_ms)
+    return Trace(block_tokens, tuple(together[:requests]))
+
+
+GENERATORS: dict[str, Callable[[int, int], Trace]] = {
+    make.__name__: make for make in (chat, rag, agents, mixed)
+}
+"""Generators by name, (number of requests, seed) -> trace; equal arguments make equal traces."""
+
+
+def _generate(
+    requests: int,
+    block_tokens: int,
+    session: Callable[[int, float], Iterator[_Event]],
+    writer: _Writer,
+    sessions_per_s: float,
+) -> Trace:
+    """Build a trace of the first `requests` events of sessions that arrive at random."""
+    events: list[_Event] = []
+    later: list[_Event] = []  # a heap: sessions to come may have earlier events
+    start_ms = 0.0
+    for number in count():
+        while later and later[0][0] <= start_ms:
+            events.append(heappop(later))
+        if len(events) >= requests:
+            break
+        for event in session(number, start_ms):
+            heappush(later, event)
+        start_ms += writer.gap_ms(1 / sessions_per_s)
+    ids: dict[tuple[tuple[int, int, int], ...], int] = {}
+    names, made = _ChunkNames(), []
+    for time, name, text in events[:requests]:
+        blocks = _blocks(text, block_tokens, ids)
+        named = round(time, 3), name, _tokens(text[:-1]), text[-1][1], blocks
+        made.append(names.request(named, block_tokens))
+    return Trace(block_tokens, tuple(made))
+
+
+def _tokens(text: Iterable[tuple[int, int]]) -> int:
+    return sum(tokens for _, tokens in text)
+
+
+def _blocks(text: _Text, block_tokens: int, ids: dict[tuple[tuple[int, int, int], ...], int]) -> list[int]:
+    """Return an id per whole block; equal pieces of equal segments make equal blocks. Mutates `ids`."""
+    found, pieces, room = [], [], block_tokens
+    for segment, tokens in text:
+        offset = 0
+        while offset < tokens:
+            taken = min(room, tokens - offset)
+            pieces.append((segment, offset, taken))
+            offset += taken
+            room -= taken
+            if room == 0:
+                found.append(ids.setdefault(tuple(pieces), len(ids)))
+                pieces, room = [], block_tokens
+    return found

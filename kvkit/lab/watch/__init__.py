@@ -1,0 +1,1 @@
+"""Views of running caches: `kvkit top` and `kvkit report`."""

@@ -1,0 +1,1 @@
+"""Records on their way between pages and tiers."""

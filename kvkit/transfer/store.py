@@ -1,0 +1,179 @@
+"""Stores: chunks from an engine's pages into tiers, as sealed records."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from kvkit.format import record
+from kvkit.kernels.pages.api import pack
+from kvkit.kernels.pages.streams import CudaEvents
+from kvkit.staging import Lease, StagingTimeout, release_all
+from kvkit.transfer.pending_stores import PendingStore
+from kvkit.transfer.plan import Segment
+from kvkit.transfer.read_pipeline import MAX_IN_FLIGHT
+from kvkit.transfer.sequence import Chunks, SequencePages, at_place, clear_gaps, snapshot_places
+from kvkit.transfer.write_pipeline import WritePipeline
+from kvkit.workers import Stopped, Transfer
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class Stored:
+    """Result of a store: `tokens` tokens in whole chunks, `new_tokens` of them copied for tiers."""
+
+    tokens: int
+    new_tokens: int
+
+
+@dataclass(eq=False)
+class Store:
+    """A store of chunks from the engine's pages, pending from its creation. Call `run` or `abort`.
+
+    Args:
+        pages: one entry per layer group, states last.
+        ready: returns when the pages are complete.
+        after: on a GPU, events to wait for as well; None: see `pack`.
+        on_stored, on_done: see `PendingStore`.
+        copy_first: copy all chunks before asking tiers outside this process what they lack.
+    """
+
+    puts: WritePipeline
+    chunks: Chunks
+    pages: Sequence[SequencePages]
+    targets: Sequence[str]
+    ready: Callable[[], object] = lambda: None
+    on_stored: Callable[[str, int], object] | None = None
+    on_done: Callable[[], object] = lambda: None
+    copy_first: bool = False
+    after: CudaEvents | None = None
+
+    def __post_init__(self) -> None:
+        self.tiers = self.puts.tiers
+        chunks, mine = self.chunks, self.tiers.owned_by_rank
+        of_others = [i for i in range(len(chunks)) if not all(mine(t, chunks, i) for t in self.targets)]
+        others = [name for i in of_others for name in chunks.records(i, i + 1)]
+        pending_stores = self.puts.pending_stores
+        self.pending = PendingStore(
+            pending_stores, chunks.names, chunks.groups, self.on_stored, self.on_done, others=others
+        )
+        states = self.pages[chunks.groups :]
+        self._snapshots = [
+            Store(
+                self.puts,
+                chunks.snapshot(i),
+                at_place(states, i),
+                self.targets,
+                copy_first=self.copy_first,
+                after=self.after,
+            )
+            for i in snapshot_places(states, len(chunks))
+        ]
+
+    def abort(self) -> None:
+        """End the pending store. Only for a store that is not run."""
+        self.pending.close()
+        for snapshot in self._snapshots:
+            snapshot.abort()
+
+    def run(self, transfer: Transfer[Stored]) -> Stored:
+        """Copy and put the chunks that a target lacks, until done or `transfer` is stopped."""
+        chunks = self.chunks
+        try:
+            new = self._store(transfer)
+            # 6. the snapshots at the ends of chunks
+            while self._snapshots:
+                self._snapshots.pop(0).run(transfer)
+        finally:
+            for snapshot in self._snapshots:
+                snapshot.abort()
+        if transfer.stopped and not chunks.of_states:
+            with self.tiers.counting() as counts:
+                counts.cancelled += 1
+        return Stored(len(chunks) * chunks.chunk_tokens, new * chunks.chunk_tokens)
+
+    def _store(self, transfer: Transfer[Stored]) -> int:
+        """Copy and put the chunks themselves; return how many a tier took."""
+        tiers, chunks = self.tiers, self.chunks
+        stored: set[int] = set()
+        try:
+            # 1. wait until the engine has computed the chunks
+            self.ready()
+            # 2. ask targets what they lack; some are asked at their puts instead
+            later = self._asked_later() if self.copy_first else []
+            lacking = self.puts.plan(chunks, [t for t in self.targets if t not in later]).segments
+            unknown = [Segment(t, 0, len(chunks)) for t in later]
+            left = self.puts.wanted([*lacking, *unknown], chunks, range(len(chunks)))
+            transfer.when_stopped(tiers.staging.wake)
+            while left and not transfer.stopped:
+                # 3. lease slots, as many as are free
+                leases = self._slots(left, transfer)
+                if not leases:
+                    break
+                count = len(leases) // chunks.groups
+                numbers, left = left[:count], left[count:]
+                try:
+                    # 4. pack and seal, unless the engine reclaimed its pages meanwhile
+                    with transfer.pages:
+                        if transfer.stopped:
+                            break
+                        self._pack(numbers, leases)
+                    # 5. put
+                    stored |= self.puts.put(lacking, chunks, numbers, leases, self.pending)
+                    stored |= self.puts.put(unknown, chunks, numbers, leases, self.pending, asks=True)
+                finally:
+                    release_all(leases)
+            return len(stored)
+        finally:
+            self.pending.close()  # no more attempts will start
+
+    def _asked_later(self) -> list[str]:
+        """Return the targets outside this process."""
+        tiers = self.tiers
+        return [t for t in self.targets if not tiers.tiers[t].near and not tiers.passed_over(t)]
+
+    def _slots(self, left: Sequence[int], transfer: Transfer[Stored]) -> list[Lease]:
+        """Lease slots for as many of chunks `left` as possible; none if one chunk's do not come free."""
+        groups = self.chunks.groups
+        count = min(MAX_IN_FLIGHT, len(left)) * groups
+        try:
+            return self.tiers.staging.acquire(
+                count, self.tiers.timeout_s, at_least=groups, stopped=lambda: transfer.stopped
+            )
+        except Stopped:
+            return []
+        except StagingTimeout as error:
+            log.warning(
+                "store ended early, %d of %d chunks not stored: %s", len(left), len(self.chunks), error
+            )
+            return []
+
+    def _pack(self, numbers: Sequence[int], leases: Sequence[Lease]) -> None:
+        """Pack chunks into slots, groups side by side, and seal the records."""
+        chunks = self.chunks
+        for g, (form, group) in enumerate(zip(chunks.formats, self.pages[: chunks.groups], strict=True)):
+            payloads = [record.payload(form, lease.array) for lease in leases[g :: chunks.groups]]
+            rows = group.rows_of(form, numbers)
+            clear_gaps(rows, payloads)
+            pack(group.pages, payloads, **rows, after=self.after)
+        seal(chunks, numbers, leases)
+
+
+def seal(
+    chunks: Chunks,
+    numbers: Sequence[int],
+    leases: Sequence[Lease],
+    sums: Sequence[Sequence[int]] | None = None,
+) -> None:
+    """Seal the payloads of chunks in slots, groups side by side. Mutates the slots.
+
+    Args:
+        sums: checksums of each record's layers, if known.
+    """
+    for i, lease in enumerate(leases):
+        chunk, group = divmod(i, chunks.groups)
+        form = chunks.formats[group]
+        record.seal(form, lease.buffer, *chunks.identity(numbers[chunk]), sums[i] if sums else None)
+        lease.used = form.record_bytes

@@ -1,0 +1,447 @@
+"""The tier set: calls to tiers with timeouts, circuit breakers and counters."""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Callable, Collection, Iterator, Sequence
+from concurrent.futures import Future, wait
+from contextlib import contextmanager
+from dataclasses import replace
+from functools import partial
+from itertools import islice
+from typing import TypeVar
+
+from kvkit.format.names import narrowed_name
+from kvkit.format.record import Damage
+from kvkit.staging import Lease, Staging, StagingTimeout
+from kvkit.tiers.base import DamagedObject, HeldListener, OnComplete, Tier, TierError, UnreadableObject
+from kvkit.tiers.eviction.policies import NORMAL
+from kvkit.tiers.health import Health, HealthState
+from kvkit.transfer import plan as planning
+from kvkit.transfer.counters import Counts, Direction
+from kvkit.transfer.plan import RetrievePlan
+from kvkit.transfer.policy import Policy, RequestPolicy, for_request
+from kvkit.transfer.prefetched import Prefetched
+from kvkit.transfer.quarantine import Quarantine
+from kvkit.transfer.sequence import Chunks, Loaded
+from kvkit.workers import Closed, Stopped, Workers
+
+log = logging.getLogger(__name__)
+
+T = TypeVar("T")
+
+TierHeldListener = Callable[[str, Sequence[str], bool], None]
+"""Called with a tier and the arguments of `kvkit.tiers.base.HeldListener`."""
+
+ASKING_THREADS = 4
+"""Threads for calls to a tier outside this process, so that callers can time out. Each tier has its own,
+because a hanging tier blocks them all."""
+
+CLEARED_AT_ONCE = 256
+"""Records deleted at a time to clear a tier; after the deadline, no more are deleted."""
+
+
+class TierSet:
+    """The tiers of a cache, with their health and counters. Thread-safe.
+
+    Args:
+        tiers: tiers by name; `policy` names no others.
+        policy: tiers to retrieve from, store to and write back to.
+        staging: slots that records pass through.
+        timeout_s: timeout of any single wait, in seconds.
+        copy, copies: see `KVLayout`.
+
+    Attributes:
+        approximate: names of the tiers with fewer bits.
+        health: health by tier.
+        prefetched: records that prefetches left in slots.
+    """
+
+    def __init__(
+        self,
+        tiers: dict[str, Tier],
+        policy: Policy,
+        staging: Staging,
+        timeout_s: float,
+        copy: int = 0,
+        copies: int = 1,
+    ) -> None:
+        self.tiers = tiers
+        self.copy, self.copies = copy, copies
+        for tier in tiers.values():
+            tier.limit(staging.slot_bytes)
+        self.policy = policy
+        self.staging = staging
+        self.timeout_s = timeout_s
+        self.approximate = frozenset(n for n, tier in tiers.items() if tier.precision is not None)
+        self.health = {name: Health() for name in tiers}
+        self.prefetched = Prefetched(staging)
+        self._lock = threading.Lock()
+        self._watched: dict[str, HeldListener] = {}
+        self._counts = Counts()
+        self._quarantine = Quarantine()
+        self._gets: dict[str, dict[object, float]] = {n: {} for n in tiers}  # start times of those in flight
+        far = [name for name, tier in tiers.items() if not tier.near]
+        self._asking = {name: Workers(ASKING_THREADS, f"kvkit-ask-{name}") for name in far}
+
+    def watch(self, tiers: Sequence[str], held_listener: TierHeldListener) -> bool:
+        """Call `Tier.watch` of `tiers`. Of a tier that does not report by itself, report its answers."""
+        self._watched = {name: partial(held_listener, name) for name in tiers}
+        return all([self.tiers[name].watch(told) for name, told in self._watched.items()])  # noqa: C419
+
+    def owned_by_rank(self, tier: str, chunks: Chunks, number: int) -> bool:
+        """Return whether this rank moves chunk `number` of `chunks` to and from a tier.
+
+        For a tier common to ranks with equal KV, each rank moves every nth chunk.
+        """
+        return not self.tiers[tier].common or (chunks.first + number) % self.copies == self.copy
+
+    def exchange_tier(self, tier: str, chunks: Chunks) -> str | None:
+        """Return the tier where ranks with equal KV share their reads; None: each rank reads everything.
+
+        It is in host memory, common to the ranks, exact, and written back to anyway.
+        """
+        far = self.tiers[tier]
+        if self.copies == 1 or far.near or not far.common or tier in self.approximate:
+            return None
+        targets = for_request(self.policy, chunks.policy).write_back_to
+        exact = [t for t in targets if t not in self.approximate]
+        common = (t for t in exact if self.tiers[t].near and self.tiers[t].common)
+        return next((t for t in common if not self.passed_over(t)), None)
+
+    def find(
+        self,
+        chunks: Chunks,
+        plan: RetrievePlan,
+        bad: Collection[tuple[str, int]] = (),
+        tiers: Sequence[str] | None = None,
+        exact: int = 0,
+    ) -> RetrievePlan:
+        """Extend `plan` with what `tiers` (None: the policy's) hold, except for (tier, chunk) in `bad`.
+
+        The first `exact` chunks are not looked up in tiers with fewer bits.
+        """
+        known, sought = -1, for_request(self.policy, chunks.policy).retrieve_from if tiers is None else tiers
+        plan = replace(plan, approximate=self.approximate)
+        while known < plan.chunks < plan.wanted:
+            known = plan.chunks
+            for tier in planning.exact_first(sought, self.approximate):
+                start = plan.chunks
+                stop = min((c for t, c in bad if t == tier and c >= start), default=plan.wanted)
+                if start < exact and tier in self.approximate:
+                    break
+                if start < stop and self.usable(tier):
+                    run = self.ask(tier, chunks.records(start, stop)) // chunks.groups
+                    plan = planning.extend(plan, tier, run)
+        return plan
+
+    def nearest(self, chunks: Chunks, plan: RetrievePlan) -> RetrievePlan:
+        """Return `plan` with chunks that are in host memory by now taken from there. Asks no other tier."""
+        sought = for_request(self.policy, chunks.policy).retrieve_from
+        kept = [name for name in sought if self.tiers[name].near and not self.tiers[name].transient]
+        near = [name for name in kept if not self.passed_over(name)]
+        found = RetrievePlan(plan.chunks, approximate=self.approximate)
+        for segment in plan.segments:
+            if not near or self.tiers[segment.tier].near:
+                found = planning.extend(found, segment.tier, segment.stop - segment.start)
+                continue
+            for chunk in range(segment.start, segment.stop):
+                names = chunks.records(chunk, chunk + 1)
+                tier = next((name for name in near if self.ask(name, names) == len(names)), segment.tier)
+                found = planning.extend(found, tier, 1)
+        return found
+
+    def storage_name(self, tier: str, name: str) -> str:
+        """Return a record's name where records of all tiers are kept together."""
+        precision = self.tiers[tier].precision
+        return name if precision is None else narrowed_name(name, precision)
+
+    def trim_by_cost(self, plan: RetrievePlan, groups: int, first: int, compute_s: float) -> RetrievePlan:
+        """Return the part of `plan` that is faster to load than to compute, at the tiers' recent speeds.
+
+        The engine has `first` chunks and needs `compute_s` seconds per chunk of `groups` records. A tier
+        without recent reads counts as free of cost, so that it is tried again.
+        """
+        now = time.monotonic()
+        known = {tier: self.health[tier].record_s(now) for tier in plan.by_tier()}
+        load_s = {tier: seconds * groups for tier, seconds in known.items() if seconds is not None}
+        kept = planning.cheapest(planning.cut(plan, first, plan.chunks), load_s, compute_s).chunks
+        return plan if first >= plan.chunks else planning.clip(plan, first + kept)
+
+    def ask(self, tier: str, names: Sequence[str], *, to_put: bool = False) -> int:
+        """Count the leading `names` that the tier holds, or that need no put; 0 if it fails.
+
+        Records in quarantine count as missing.
+        """
+        sound = names[: self._quarantine.before(tier, names, time.monotonic())]
+        if not sound:
+            self.health[tier].answered(time.monotonic())
+            return 0
+        run = self._number(
+            tier, lambda asked: asked.count_unneeded(sound) if to_put else asked.match_prefix(sound)
+        )
+        self._answered(tier, sound[:run], True)
+        self._answered(tier, sound[run : run + 1], False)
+        return run
+
+    def bounded(self, name: str, call: Callable[[Tier], T], timeout_s: float | None = None) -> T:
+        """Return the result of `call`, within `timeout_s` (None: the cache's) for tiers outside this process.
+
+        Raises:
+            TimeoutError: such a tier is late.
+        """
+        tier = self.tiers[name]
+        if tier.near:
+            return call(tier)
+        future = self._asking[name].submit(lambda: call(tier), urgent=True)
+        try:
+            return future.result(self.timeout_s if timeout_s is None else max(0.0, timeout_s))
+        finally:
+            future.cancel()  # after a timeout: a call that has not begun need not run
+
+    def get(self, tier: str, names: Sequence[str], leases: Sequence[Lease], on_complete: OnComplete) -> None:
+        """Start reading records; `on_complete` gets exactly one report per name."""
+        self._move("get", tier, names, leases, on_complete)
+
+    def put(self, tier: str, names: Sequence[str], leases: Sequence[Lease], on_complete: OnComplete) -> None:
+        """Start writing records; `on_complete` gets exactly one report per name."""
+        now, sound = time.monotonic(), list(zip(names, leases, strict=True))
+        if self._quarantine.before(tier, names, now) < len(names):
+            sound = [(n, lease) for n, lease in sound if self._quarantine.before(tier, [n], now)]
+            for name in {*names} - dict(sound).keys():  # the tier would take the bad object for the record
+                on_complete(name, TierError(f"tier {tier!r}: {name} is in quarantine and cannot be replaced"))
+        if sound:
+            self._move("put", tier, [n for n, _ in sound], [lease for _, lease in sound], on_complete)
+
+    def drop(self, tier: str, name: str, damage: Damage) -> None:
+        """Delete a damaged record, so that it can be stored again.
+
+        If that fails, the record is put in quarantine.
+        """
+        log.warning("tier %r: %s is damaged (%s) and will be deleted", tier, name, damage)
+        with self.counting() as counts:
+            counts.damaged[tier, damage] += 1
+        try:
+            self.bounded(tier, lambda asked: asked.delete([name]))
+            self._answered(tier, (name,), False)
+        except Exception as error:
+            log.warning("tier %r: %s could not be deleted, and counts as a miss: %s", tier, name, error)
+            self._quarantine.add(tier, name, time.monotonic())
+            if tier in self._watched:
+                self._watched[tier]((name,), False)
+
+    def pin(self, tier: str, chunks: Chunks, seconds: float) -> int:
+        """Pin chunks and their snapshots in a tier; return the tokens it pinned, 0 if it fails."""
+        if self.passed_over(tier):
+            return 0
+        held = self._number(tier, lambda asked: asked.pin(chunks.names, seconds))
+        if chunks.states:
+            self._number(tier, lambda asked: asked.pin(chunks.snapshots, seconds))
+        return held // chunks.groups * chunks.chunk_tokens
+
+    def retain(self, tier: str, names: Sequence[str], policy: RequestPolicy, *, new: bool = False) -> None:
+        """Apply a request's retention to those of `names` that a tier holds; `new`: the request stored them.
+
+        Records held before keep at least their priority.
+        """
+        asked = self.tiers[tier]
+        try:
+            if policy.priority > NORMAL or (new and policy.priority != NORMAL):
+                asked.prioritise(names, policy.priority)
+            if policy.keep_s:
+                asked.pin(names, policy.keep_s)
+        except Exception as error:
+            log.warning("tier %r could not retain records, which are evicted as usual: %s", tier, error)
+
+    def clear(self, tier: str, timeout_s: float) -> int:
+        """Delete every record of a tier that can be deleted, and end their quarantine; return how many.
+
+        Raises:
+            TimeoutError: some are left after `timeout_s` seconds.
+            OSError: some could not be deleted; all others are.
+        """
+        until = time.monotonic() + timeout_s
+        removed, kept = 0, dict[str, OSError]()
+
+        def step(call: Callable[[Tier], T]) -> T:
+            return self.bounded(tier, call, until - time.monotonic())
+
+        def delete(names: Sequence[str]) -> int:
+            try:
+                step(lambda asked: asked.delete(names))
+                self._answered(tier, names, False)
+            except TimeoutError:
+                raise
+            except OSError as error:
+                if len(names) > 1:
+                    return sum(delete([name]) for name in names)
+                kept[names[0]] = error
+                return 0
+            return len(names)
+
+        try:
+            records = step(lambda asked: asked.scan())
+            while names := step(lambda _: [name for name, _ in islice(records, CLEARED_AT_ONCE)]):
+                removed += delete(names)
+        except TimeoutError as error:
+            raise TimeoutError(
+                f"tier {tier!r}: not empty after {timeout_s} s; {removed} records are deleted"
+            ) from error
+        self._quarantine.forget(tier, kept)
+        if kept:
+            name, cause = next(iter(kept.items()))
+            raise OSError(
+                f"tier {tier!r}: {removed} records are deleted, {len(kept)} cannot be: {name}: {cause}"
+            ) from cause
+        return removed
+
+    def ended(self, tier: str, name: str | None, error: BaseException) -> None:
+        """Handle a failed read of a tier: record the failure, and drop record `name` if it is to blame.
+
+        An unreadable record is dropped and counts once against the tier, because other reads show which of
+        the two is to blame. Once the tier's circuit is open, unreadable records stay.
+        """
+        suspect = isinstance(error, UnreadableObject)
+        given_up = suspect and self.health[tier].state(time.monotonic()) == "open"
+        if suspect or not isinstance(error, DamagedObject) or name is None:
+            self.failed(tier, error)
+        if name is not None and isinstance(error, DamagedObject) and not given_up:
+            self.drop(tier, name, error.damage)
+
+    def close(self, timeout_s: float) -> None:
+        """Close the tiers in parallel and end their threads, within `timeout_s` seconds in all."""
+        until = time.monotonic() + timeout_s
+        self.prefetched.close()
+        closing = Workers(len(self.tiers), "kvkit-close")  # a tier's threads have to end even if late
+        ends: dict[str, Future[None]] = {}
+        for name, tier in self.tiers.items():
+            try:
+                ends[name] = closing.submit(tier.close)
+            except Closed as error:
+                log.warning("tier %r did not close: %s", name, error)
+        for name, end in ends.items():
+            if not wait([end], max(0.0, until - time.monotonic())).done:
+                log.warning("tier %r did not close in time", name)
+            elif (failure := end.exception()) is not None:
+                log.warning("tier %r did not close: %s", name, failure)
+        closing.close(max(0.0, until - time.monotonic()))
+        for workers in self._asking.values():
+            workers.close(0.0)
+
+    def usable(self, tier: str) -> bool:
+        """Return whether to ask a tier. After a pause of the circuit, one caller gets True and must ask."""
+        return not self.passed_over(tier) and self.health[tier].usable(time.monotonic())
+
+    def passed_over(self, tier: str) -> bool:
+        """Return whether a tier's circuit is open, for callers with a plan already. Changes nothing.
+
+        The circuit stays open while late reads hold slots: each trial would take as many more.
+        """
+        now = time.monotonic()
+        state = self.health[tier].state(now)
+        if state != "half-open":
+            return state == "open"
+        with self._lock:
+            oldest = min(self._gets[tier].values(), default=now)
+        return now - oldest > self.timeout_s
+
+    def failed(self, tier: str, error: BaseException) -> None:
+        """Record a tier's failure to deliver or answer."""
+        if isinstance(error, FileNotFoundError | StagingTimeout | Stopped):  # not the tier's fault
+            return
+        if isinstance(error, UnreadableObject):
+            self.health[tier].failed(time.monotonic(), unreadable=error.name)
+            return
+        late = isinstance(error, TimeoutError)
+        self.health[tier].failed(time.monotonic(), late)
+        with self.counting() as counts:
+            (counts.timeouts if late else counts.read_errors)[tier] += 1
+
+    def count_loaded(self, chunks: Chunks, loaded: Loaded) -> None:
+        """Count what was loaded into the engine. A snapshot's tokens were counted with its chunks."""
+        chunk_bytes = sum(form.record_bytes for form in chunks.formats)
+        with self.counting() as counts:
+            for tier, tokens in loaded.by_tier.items():
+                counts.loaded_tokens[tier] += 0 if chunks.of_states else tokens
+                counts.loaded_bytes[tier] += tokens // chunks.chunk_tokens * chunk_bytes
+
+    @contextmanager
+    def counting(self) -> Iterator[Counts]:
+        """Yield the counters, under the lock."""
+        with self._lock:
+            yield self._counts
+
+    def counts(self) -> Counts:
+        """Return a copy of the counters."""
+        with self._lock:
+            counts = self._counts.copy()
+        counts.evicted_records.update({n: tier.evicted for n, tier in self.tiers.items() if tier.evicted})
+        return counts
+
+    def states(self) -> dict[str, HealthState]:
+        """Return the health of every tier."""
+        now = time.monotonic()
+        return {name: health.state(now) for name, health in self.health.items()}
+
+    def _answered(self, tier: str, names: Sequence[str], held: bool) -> None:
+        """Report an answer of a watched tier that does not report by itself."""
+        if tier in self._watched and not self.tiers[tier].tells:
+            self._watched[tier](names, held)
+
+    def _number(self, tier: str, call: Callable[[Tier], int]) -> int:
+        """Return a tier's answer; 0 if it fails."""
+        try:
+            number = self.bounded(tier, call)
+        except Exception as error:
+            log.warning("tier %r failed, and counts as empty: %s", tier, str(error) or type(error).__name__)
+            self.failed(tier, error)
+            return 0
+        self.health[tier].answered(time.monotonic())
+        return number
+
+    def _move(
+        self,
+        direction: Direction,
+        tier: str,
+        names: Sequence[str],
+        leases: Sequence[Lease],
+        on_complete: OnComplete,
+    ) -> None:
+        """Call a tier's get or put; count the transfer before passing on its last report."""
+        # shares: when the tier reports, it has released its own, and another record may lie in the slot
+        shares = {name: lease.share() for name, lease in zip(names, leases, strict=True)}
+        began, size, call, reporting = time.monotonic(), 0, object(), threading.Lock()
+        if direction == "get":
+            with self._lock:
+                self._gets[tier][call] = began
+
+        def report(name: str, error: BaseException | None) -> None:
+            nonlocal size
+            with reporting:
+                share = shares.pop(name, None)
+                if share is None:  # reported before
+                    return
+                size += 0 if error is not None else share.used
+                last = not shares
+            share.release()
+            if (error is None and direction == "put") or isinstance(error, FileNotFoundError):
+                self._answered(tier, (name,), error is None)
+            if last:
+                now = time.monotonic()
+                with self.counting() as counts:
+                    self._gets[tier].pop(call, None)
+                    if size:
+                        counts.moved(tier, direction, size, now - began)
+                if size and direction == "get":
+                    self.health[tier].worked(now, (now - began) / len(names))
+            on_complete(name, error)
+
+        try:
+            asked = self.tiers[tier]
+            (asked.get if direction == "get" else asked.put)(names, leases, report)
+        except Exception as error:
+            log.exception("tier %r: %s failed", tier, direction)
+            for name in list(shares):
+                report(name, error)
