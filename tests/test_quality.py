@@ -29,7 +29,6 @@ from kvkit.blend import gate
 from kvkit.blend.methods import registry
 from kvkit.blend.plan import BlendError, Selection, Span, plan_blend
 from kvkit.config import load_config
-from kvkit.doctor.report import served_names
 from kvkit.environment import slug_of, verdict_path
 from kvkit.lab.files import BenchError, load_model
 from kvkit.lab.quality import comparison as quality
@@ -39,6 +38,7 @@ from kvkit.lab.quality.precision import PrecisionJudge
 from kvkit.lab.quality.statistics import bootstrap
 from kvkit.lab.quality.tasks.registry import SETS, samples
 from kvkit.lab.quality.tasks.sample import CONTINUATION_TOKENS, DOCUMENT_TOKENS, Sample, corpus
+from kvkit.lab.quality.verdicts import served_names
 from kvkit.settings import ConfigError
 from kvkit.transfer import precision
 

@@ -20,11 +20,11 @@ from vllm_process import ENVIRONMENT, Fork
 
 from kvkit.blend import gate
 from kvkit.blend.plan import BlendError, Selection
-from kvkit.doctor.report import served_names
 from kvkit.lab.quality import comparison as quality
 from kvkit.lab.quality.in_vllm import CHUNK_TOKENS, is_served
 from kvkit.lab.quality.judge import Judge, method_named
 from kvkit.lab.quality.tasks.registry import SETS
+from kvkit.lab.quality.verdicts import served_names
 
 DOCTOR = """
 from kvkit import cli

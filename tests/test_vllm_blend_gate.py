@@ -24,7 +24,7 @@ from kvkit.adapters.vllm.connector import KVKitConnector
 from kvkit.adapters.vllm.gate import check_model, check_precision
 from kvkit.blend import gate
 from kvkit.blend.plan import BlendError, Selection
-from kvkit.doctor.report import served_names
+from kvkit.lab.quality.verdicts import served_names
 from kvkit.settings import ConfigError
 from kvkit.transfer import precision
 
