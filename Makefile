@@ -145,7 +145,7 @@ docs: $(VENV)/dev.stamp  ## the documentation, with its generated tables: site/i
 	$(BIN)/python -m docs.reference
 	$(BIN)/mkdocs build --strict
 
-bench: $(VENV)/dev.stamp  ## ratios against the roof and the peers; results in benchmarks/results/
+bench: $(VENV)/dev.stamp  ## ratios against the roofline and the peers; results in benchmarks/results/
 	$(BIN)/python -m benchmarks.run
 
 bench-check: $(VENV)/dev.stamp  ## what has become slower since the last commit, beyond noise, on the hot paths

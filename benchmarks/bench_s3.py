@@ -164,7 +164,7 @@ def test_redis(benchmark: Any, tmp_path: Path, job: str) -> None:
     batch = Remote(RECORDS, 2 * MIB if benchmark.enabled else 4096)
     with RedisServer(tmp_path, "valkey") as server:
         tier = RedisTier(TierConfig(url=server.url, threads=THREADS, timeout_s=60))
-        client = redis.Redis(port=server.port)
+        client = redis.Redis("127.0.0.1", server.port)
 
         def get(name: str, slot: memoryview) -> None:
             slot[:] = client.get(PREFIX + name)  # type: ignore[assignment]

@@ -17,6 +17,7 @@ from fsspec.implementations.local import LocalFileSystem
 from batch import Batch
 from kvkit.staging import Staging, release_all
 from kvkit.tiers.base import default_threads
+from kvkit.tiers.folder import file_system
 from kvkit.tiers.memory import MemoryTier
 from kvkit.tiers.objects import ObjectTier
 from kvkit.tiers.settings import TierConfig
@@ -61,16 +62,9 @@ def fixture(request: Any, benchmark: Any, pytestconfig: pytest.Config) -> Iterat
     size, records = (request.param, RECORDS) if benchmark.enabled else (request.param >> 7, 8)
     root.mkdir(parents=True)
     fixture = Fixture(root, size, records)
-    benchmark.extra_info.update(file_system=file_system(root.parent), threads=THREADS, records=records)
+    benchmark.extra_info.update(file_system=file_system(str(root)), threads=THREADS, records=records)
     yield fixture
     fixture.close()
-
-
-def file_system(path: Path) -> str:
-    """Type of the file system that holds `path`."""
-    mounts = [line.split()[1:3] for line in Path("/proc/mounts").read_text().splitlines()]
-    holders = [(len(point), kind) for point, kind in mounts if path.resolve().is_relative_to(point)]
-    return max(holders)[1]
 
 
 def read_bare(path: str, buffer: memoryview) -> None:

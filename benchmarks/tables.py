@@ -405,7 +405,7 @@ def _compiled_peers(document: dict[str, Any]) -> list[list[str]]:
         "blocks_per_sm",
     )
     head = "tile", "warps", "stages", "registers", "instructions", "of these per product", "waits"
-    rows = [["kernel", *head, "copies under way", "blocks per SM"]]
+    rows = [["kernel", *head, "copies in flight", "blocks per SM"]]
     return rows + [[e["kernel"], *(str(e[name]) for name in names)] for e in document["kernels"]]
 
 

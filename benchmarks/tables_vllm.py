@@ -94,7 +94,7 @@ def replay(path: Path) -> list[list[str]]:
 def queued(document: dict[str, Any]) -> list[list[str]]:
     """What it gives to bring near what a queued request will hit."""
     rows = [["", "minimum", "median"]]
-    for kind, shown in (("not", "read from a cold disk"), ("prefetched", "brought near while it waited")):
+    for kind, shown in (("not", "read from a cold disk"), ("prefetched", "prefetched while it waited")):
         seconds = document["gap_s"][kind]
         rows.append([shown, *(f"{1000 * of(seconds):.0f} ms" for of in (min, statistics.median))])
     rows.append(["ratio", *(f"{document[f'ratio_of_{k}']:.2f}" for k in ("minima", "medians"))])

@@ -374,6 +374,8 @@ def test_any_length_and_address(kind: str, shift: int, tmp_path: Path, small_dis
 
 
 def test_records_leave_the_page_cache_to_others(tmp_path: Path) -> None:
+    if files.file_system(str(tmp_path)) in ("tmpfs", "ramfs"):
+        pytest.skip(f"the file system of {tmp_path} keeps files in memory")
     (tmp_path / "probe").touch()
     try:
         os.close(os.open(tmp_path / "probe", os.O_RDONLY | os.O_DIRECT))
@@ -424,7 +426,7 @@ def test_the_kind_of_file_system(tmp_path: Path, small_disk: Path) -> None:
         for root, kind in ((small_disk, "tmpfs"), (tmp_path / "link", "tmpfs"), (blank, "ramfs")):
             assert files.file_system(str(root)) == kind
             assert files.file_system(str(root / "not" / "yet")) == kind
-        assert files.file_system(f"{small_disk}er") == files.file_system(str(tmp_path)) not in ("", "tmpfs")
+        assert files.file_system(f"{blank}er") == files.file_system(str(tmp_path)) != "ramfs"
         assert files.file_system("/proc/self") == "proc"
     finally:
         subprocess.run(["umount", "-l", blank], check=True)

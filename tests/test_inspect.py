@@ -217,7 +217,7 @@ def test_a_tier_of_several_paths(spread: str, tmp_path: Path) -> None:
 def test_a_redis_server(tmp_path: Path) -> None:
     with RedisServer(tmp_path, "valkey") as server:
         engine = fill(server.url)
-        redis.Redis(port=server.port).lpush(f"kvkit:{form_of(engine).array}/c.1.2.0.0.0.0", "a list")
+        redis.Redis("127.0.0.1", server.port).lpush(f"kvkit:{form_of(engine).array}/c.1.2.0.0.0.0", "a list")
         assert (only(server.url).array, only(server.url).tokens) == (form_of(engine).array, 24)
     with pytest.raises(OSError, match="cannot be listed"):
         only(server.url)

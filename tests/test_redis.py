@@ -52,7 +52,7 @@ class TestRedis(TierContract):
 
 def test_only_its_own_keys(server: RedisServer, staging: Staging) -> None:
     """Others may use the same database; records are plain values under their names."""
-    client = redis.Redis(port=server.port)
+    client = redis.Redis("127.0.0.1", server.port)
     client.set("kvkit:not a record", b"x")
     client.set(b"kvkit:\xff", b"x")
     client.set("0123456789abcdef/0/c.0.0.0.0.0.0", b"x")
@@ -69,7 +69,7 @@ def test_only_its_own_keys(server: RedisServer, staging: Staging) -> None:
 
 
 def test_a_value_of_another_type_in_a_records_place_is_damage(server: RedisServer, staging: Staging) -> None:
-    client = redis.Redis(port=server.port)
+    client = redis.Redis("127.0.0.1", server.port)
     tier = RedisTier(server.url)
     names = record_names(3)
     assert put(tier, staging, names) == [None] * 3
@@ -92,7 +92,7 @@ def test_a_value_of_another_type_in_a_records_place_is_damage(server: RedisServe
 def test_a_long_run_takes_several_round_trips(valkey: RedisServer, staging: Staging) -> None:
     tier = RedisTier(valkey.url)
     names = record_names(1500)
-    client = redis.Redis(port=valkey.port)
+    client = redis.Redis("127.0.0.1", valkey.port)
     client.mset({PREFIX + name: b"x" for name in names[:1300]})
     assert tier.match_prefix(names) == 1300
     client.delete(PREFIX + names[700])
@@ -109,7 +109,7 @@ def test_a_put_never_replaces(valkey: RedisServer, staging: Staging, monkeypatch
     """Even one that found nothing there when it looked."""
     tier = RedisTier(valkey.url)
     (name,) = record_names(1)
-    client = redis.Redis(port=valkey.port)
+    client = redis.Redis("127.0.0.1", valkey.port)
     client.set(PREFIX + name, b"first")
     monkeypatch.setattr(tier._client, "exists", lambda key: 0)
     assert put(tier, staging, [name]) == [None]
@@ -279,7 +279,7 @@ def test_a_server_of_a_cluster_is_told_by_that_name(moved: bool, tmp_path: Path,
         servers.append(RedisServer(tmp_path / name, "valkey", *cluster))
     with servers[0] as one, servers[1] as two:
         if moved:
-            client, other = redis.Redis(port=one.port), redis.Redis(port=two.port)
+            client, other = redis.Redis("127.0.0.1", one.port), redis.Redis("127.0.0.1", two.port)
             other.execute_command("CLUSTER ADDSLOTSRANGE", 0, 16383)
             client.execute_command("CLUSTER MEET", "127.0.0.1", two.port, port)
             wait_for(lambda: client.execute_command("CLUSTER INFO")["cluster_slots_assigned"] == "16384")

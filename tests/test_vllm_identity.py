@@ -311,6 +311,8 @@ def test_what_decides_no_kv_does_not_count(model: Path) -> None:
     for more in ({"gpu_memory_utilization": 0.5}, {"max_num_seqs": 3}, {"served_model_name": "other"}):
         assert model_identity(vllm_config(model, **more)) == expected, more
     assert model_identity(vllm_config(model, load_format="auto", download_dir="/tmp")) == expected
+    config.cache_config.mamba_ssm_cache_dtype = "float32"  # as vLLM has it on a CPU with AVX512-BF16
+    assert model_identity(config) == expected, "states' dtypes are in their layout"
 
 
 @pytest.mark.parametrize("kind", identity.CONFIGS)

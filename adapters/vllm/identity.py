@@ -56,6 +56,8 @@ _NOT_KV = {
         *("gpu_memory_utilization", "is_attention_free", "num_gpu_blocks_override", "sliding_window"),
         *("enable_prefix_caching", "prefix_caching_hash_algo", "prefix_cache_retention_interval"),
         *("mamba_page_size_padded", "skip_page_size_padded", "mamba_block_size", "mamba_cache_mode"),
+        # layouts have the dtypes of states; vLLM sets this by the CPU's kind, even for models without states
+        *("mamba_cache_dtype", "mamba_ssm_cache_dtype"),
         *("enable_mamba_shared_prefix_checkpoint", "num_gpu_blocks", "num_cpu_blocks", "hash_block_size"),
         *("effective_attention_block_size", "kv_cache_size_tokens", "kv_cache_max_concurrency"),
         *("cache_hit_alignment_tokens", "kv_cache_memory_bytes", "kv_offloading_size"),
