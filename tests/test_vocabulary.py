@@ -69,6 +69,29 @@ def names_on_page(path: Path) -> set[str]:
     return {name for text in quoted for name in re.findall(r"\w+", text)}
 
 
+def stems(name: str) -> set[str]:
+    """The words of identifiers or a term, each up to five letters, which its other forms share."""
+    return {word.lower().removesuffix("s")[:5] for word in re.findall(r"[A-Z]+(?![a-z])|[A-Z]?[a-z]+", name)}
+
+
+def glossary() -> dict[str, str]:
+    """By term, the names of the code that it is at home in, below their modules' folders."""
+    section = (HOUSE / "docs/concepts.md").read_text().split("\n## Words\n")[1].split("\n## ")[0]
+    rows = [line.strip("|").split(" | ") for line in section.splitlines() if line.startswith("| ")][1:]
+    return {row[0].strip(): re.sub(r"\b\w+\.", "", row[-1], count=1) for row in rows}
+
+
+def test_the_code_has_the_words_of_the_glossary() -> None:
+    terms = glossary()
+    assert len(terms) > 30
+    assert [term for term, homes in terms.items() if not stems(term) & stems(homes)] == []
+
+
+def test_the_glossary_has_no_replaced_word() -> None:
+    words = {word for term in glossary() for word in re.findall(r"\w+", term.lower())}
+    assert words & {name.lower() for name in REPLACED} == set()
+
+
 def test_no_replaced_name_is_in_the_product() -> None:
     found = [
         f"{path.relative_to(HOUSE)}: {name}: want {REPLACED[name]}"
