@@ -24,10 +24,10 @@ from jinja2 import Environment
 from kvkit.environment import DISTRIBUTION, version_of
 from kvkit.kernels.attention.problems import ATTENTIONS, LLAMA_8B
 from kvkit.kernels.tuning.cases import Work
+from kvkit.kernels.tuning.compiling import compile_for
 from kvkit.kernels.tuning.configs import KernelConfig, Launch
-from kvkit.kernels.tuning.gate import compile_for
-from kvkit.kernels.tuning.prediction import RATES, predict
 from kvkit.kernels.tuning.problems import every_problem
+from kvkit.lab.compiling.prediction import RATES, predict
 
 TARGET = "sm_90"
 ROWS, KEYS, BLOCK = 1280, 8192, 128

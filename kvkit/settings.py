@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import is_dataclass
 from functools import wraps
 from importlib import import_module
+from importlib.metadata import entry_points
 from pathlib import Path
 from typing import Any, get_args
 
@@ -118,6 +119,17 @@ def imported(place: str) -> Any:
     if not module or not name or module.startswith("."):
         raise ValueError("want package.module:name")
     return getattr(import_module(module), name)
+
+
+def extension(group: str, option: str) -> Any:
+    """Return the function of an installed package that carries out a command's option.
+
+    Raises:
+        CommandError: no installed package has it.
+    """
+    for entry in entry_points(group=group, name=option):
+        return entry.load()
+    raise CommandError(f"--{option}: no installed package has it (entry points {group!r})")
 
 
 def import_from_here() -> None:

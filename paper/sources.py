@@ -147,7 +147,7 @@ SOURCES: Mapping[str, Source] = {
     ),
     "compiled": Source(
         "compile.json",
-        "python -m kvkit.kernels.tuning.gate",
+        "python -m kvkit.lab.compiling.gate",
         (
             "triton",
             *(

@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 
 from kvkit.kernels.tuning.assembly import Compiled
-from kvkit.kernels.tuning.baseline import known_of, regressions, write
 from kvkit.kernels.tuning.cases import Work
-from kvkit.kernels.tuning.prediction import RATES, Rates, predict
+from kvkit.lab.compiling.baseline import known_of, regressions, write
+from kvkit.lab.compiling.prediction import RATES, Rates, predict
 
 COPY = Compiled(40, 0, 0, 8, 8, 8, 8, 0, 200, 0, 0, 8)
 ATTEND = replace(COPY, mma=16, instructions=320)

@@ -139,7 +139,8 @@ with pytest.raises(LaunchError, match="sources: .* int32"):
     (copy / "compile.py").write_text(
         """
 from kvkit.kernels.blocks.problems import problems
-from kvkit.kernels.tuning.gate import GATE, compile_pool, faults, gate
+from kvkit.kernels.tuning.compiling import compile_pool
+from kvkit.lab.compiling.gate import GATE, faults, gate
 
 if __name__ == "__main__":
     with compile_pool(1) as pool:

@@ -15,9 +15,9 @@ from toys import SPACE, scale_problem, tiled
 
 from kvkit.environment import host_name
 from kvkit.kernels.tuning.cases import Case, Problem, Work
+from kvkit.kernels.tuning.compiling import CompileError, compile_pool, survey
 from kvkit.kernels.tuning.configs import HostLaunch, KernelConfig, ProblemBucket, Runnable, host_config
 from kvkit.kernels.tuning.devices import host_timer, look_at, tools_here
-from kvkit.kernels.tuning.gate import CompileError, compile_pool, survey
 from kvkit.kernels.tuning.search import Roofline, Tools, tune
 
 FEW, MANY, REFUSED = (host_config(times=times) for times in (2000, 1, 0))

@@ -9,6 +9,7 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -19,23 +20,19 @@ import toys
 from kvkit.environment import version_of
 from kvkit.kernels.attention.problems import LLAMA_8B, AttentionSpec, attention_problem
 from kvkit.kernels.tuning.assembly import Compiled
-from kvkit.kernels.tuning.configs import KernelConfig, Launch
-from kvkit.kernels.tuning.gate import (
-    GATE,
+from kvkit.kernels.tuning.compiling import (
     CompileError,
     CompilePool,
     CompileReport,
-    as_json,
     compile_for,
-    compile_key,
     compile_pool,
-    faults,
-    gate,
-    run,
-    shown,
     survey,
 )
+from kvkit.kernels.tuning.configs import KernelConfig, Launch
 from kvkit.kernels.tuning.problems import every_problem
+from kvkit.lab.compiling.gate import GATE, faults, gate, run
+from kvkit.lab.compiling.keys import KeyedCompiled, compile_key, compile_keyed
+from kvkit.lab.compiling.report import as_json, shown
 
 pytestmark = pytest.mark.timeout(1200)  # compilers beside others, on a machine that may be slow
 ROOT = Path(__file__).parent.parent
@@ -149,7 +146,7 @@ def test_a_table_shows_every_report(
 ) -> None:
     table = shown([*reports.values(), *flawed])
     assert table.row_count == len(reports) + len(flawed)
-    entries = as_json([*reports.values(), *flawed])["kernels"]
+    entries = as_json([*reports.values(), *flawed], toys.everything())["kernels"]
     assert len(entries) == table.row_count
     assert json.loads(json.dumps(entries)) == entries
     assert entries[0]["registers"] > 0
@@ -185,7 +182,7 @@ def test_a_first_launch_finds_what_was_compiled(tmp_path: Path) -> None:
 import os, pathlib, sys, triton, toys
 from types import SimpleNamespace
 from triton.backends.compiler import GPUTarget
-from kvkit.kernels.tuning.gate import StandInDriver, compile_for
+from kvkit.kernels.tuning.compiling import StandInDriver, compile_for
 
 launches = toys.taking_launches()
 cache = pathlib.Path(os.environ["TRITON_CACHE_DIR"])
@@ -247,7 +244,8 @@ def test_equal_keys_are_those_of_equal_launches() -> None:
     script = """
 import sys, torch, toys
 from dataclasses import replace
-from kvkit.kernels.tuning.gate import compile_for, compile_key
+from kvkit.kernels.tuning.compiling import compile_for
+from kvkit.lab.compiling.keys import compile_key
 
 targets = ["sm_80", "gfx942"]
 x = torch.empty(4096 + 16)
@@ -288,13 +286,17 @@ def test_what_is_known_is_not_compiled_again(
     pool: CompilePool, reports: dict[tuple[str, str], CompileReport]
 ) -> None:
     """What is predicted of it is worked out anew."""
-    compiled = {report.key: report.compiled for report in reports.values() if report.compiled}
-    assert len(compiled) == len(reports)
-    known = {key: replace(done, registers=7) for key, done in compiled.items()}
-    for report in gate(pool, toys.problems, known=known):
-        before = reports[report.kernel, report.target]
-        assert report.compiled == known[report.key]
-        assert (report.key, report.prediction) == (before.key, before.prediction)
+    known = {}
+    for report in reports.values():
+        assert isinstance(report.compiled, KeyedCompiled)
+        known[report.compiled.key] = replace(report.compiled, registers=7)
+    assert len(known) == len(reports)
+    again = gate(pool, toys.problems, known=known)
+    for report in again:
+        assert isinstance(report.compiled, KeyedCompiled)
+        assert report.compiled == known[report.compiled.key]
+    before = as_json([reports[report.kernel, report.target] for report in again], toys.problems())
+    assert as_json(again, toys.problems())["kernels"] == [e | {"registers": 7} for e in before["kernels"]]
 
 
 def attending(page: int | None, stages: int) -> Compiled:
@@ -324,7 +326,7 @@ def entries(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     """Every kernel's default, on every target: no flaws, and nothing worse than what is recorded."""
     path = tmp_path_factory.mktemp("gate") / "compile.json"
     options = "--compare", str(RECORDED.relative_to(ROOT)), "--json", str(path)
-    command = [sys.executable, "-m", "kvkit.kernels.tuning.gate", *options]
+    command = [sys.executable, "-m", "kvkit.lab.compiling.gate", *options]
     ran = subprocess.run(command, capture_output=True, text=True, cwd=ROOT)
     assert ran.returncode == 0, ran.stdout + ran.stderr
     found: list[dict[str, Any]] = json.loads(path.read_text())["kernels"]
@@ -351,7 +353,7 @@ def test_what_is_recorded_is_of_these_kernels_and_of_this_compiler(
     if document["triton"] != version_of("triton"):
         pytest.skip(f"nothing is recorded of Triton {version_of('triton')}")
     old = [entry for entry in entries if entry not in document["kernels"]]
-    assert old == [], f"python -m kvkit.kernels.tuning.gate --json {RECORDED.relative_to(ROOT)}"
+    assert old == [], f"python -m kvkit.lab.compiling.gate --json {RECORDED.relative_to(ROOT)}"
     kernels = sorted({entry["kernel"] for entry in entries})
     sample = set(zip(kernels, itertools.cycle(GATE), strict=False))
     spaces = {problem.name: problem.space_on for problem in every_problem()}
@@ -360,9 +362,10 @@ def test_what_is_recorded_is_of_these_kernels_and_of_this_compiler(
         for entry in entries
         if ((kernel := entry["kernel"]), (target := entry["target"])) in sample
     }
-    anew = as_json(list(survey(pool, every_problem, list(jobs.values()))))["kernels"]
-    assert {entry["kernel"] for entry in anew} == set(kernels)
-    assert [entry for entry in anew if entry not in document["kernels"]] == []
+    anew = list(survey(pool, every_problem, list(jobs.values()), partial(compile_keyed, {})))
+    assert {report.kernel for report in anew} == set(kernels)
+    made = as_json(anew, every_problem())["kernels"]
+    assert [entry for entry in made if entry not in document["kernels"]] == []
 
 
 def test_some_problems_are_compared_and_recorded(
@@ -388,4 +391,4 @@ def test_some_problems_are_compared_and_recorded(
     path.write_text(json.dumps(document))
     words = shut()
     assert "pack 132-byte rows, copy_rows, sm_90: per_line is" in words
-    assert f"if it is meant: python -m kvkit.kernels.tuning.gate --json {path}" in words
+    assert f"if it is meant: python -m kvkit.lab.compiling.gate --json {path}" in words

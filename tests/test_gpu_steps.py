@@ -189,7 +189,7 @@ import os, pathlib, sys, toys
 from triton.runtime import cache, driver
 from triton.backends.compiler import GPUTarget
 from benchmarks.gpu.triton_cache import KEY, fill_cache, key_of
-from kvkit.kernels.tuning.gate import StandInDriver
+from kvkit.kernels.tuning.compiling import StandInDriver
 
 assert key_of(pathlib.Path(cache.__file__).parent.parent) == cache.triton_key()
 folder, key = pathlib.Path(sys.argv[1]), sys.argv[2]

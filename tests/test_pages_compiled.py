@@ -16,7 +16,7 @@ from kvkit.format.rope import Rope, Rotation
 from kvkit.kernels.pages import triton as kernels
 from kvkit.kernels.pages.checks import Turns
 from kvkit.kernels.pages.memory import Pages
-from kvkit.kernels.tuning.gate import StandInDriver, _driver_for
+from kvkit.kernels.tuning.compiling import StandInDriver, driver_for
 
 def made(chunks=1, length=2, layers=2, programs=0, precision=None, **more):
     group = LayerGroup(tuple(range(layers)), 2, 64, 64, "bfloat16", block_tokens=16, precision=precision)
@@ -25,7 +25,7 @@ def made(chunks=1, length=2, layers=2, programs=0, precision=None, **more):
     return kernels.capped(launch, programs) if programs else launch
 
 def compiled(launch, backend, arch, threads):
-    with _driver_for(StandInDriver(GPUTarget(backend, arch, threads))):
+    with driver_for(StandInDriver(GPUTarget(backend, arch, threads))):
         return launch.compile().asm
 """
 
@@ -70,7 +70,7 @@ print(json.dumps(found))
 def test_few_programs_for_all_tiles_take_no_more_from_the_compiler() -> None:
     """Loads and stores of 16 bytes as in the other form, and no spills."""
     script = """
-from kvkit.kernels.tuning.gate import compile_for
+from kvkit.kernels.tuning.compiling import compile_for
 found = []
 for target in ("sm_80", "sm_90"):
     each, few = (compile_for(made(to_records=False, programs=n), target) for n in (0, 16))

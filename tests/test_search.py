@@ -19,8 +19,8 @@ from typer.testing import CliRunner, Result
 from kvkit import cli
 from kvkit.kernels.tuning import search as tuning
 from kvkit.kernels.tuning.cases import Case, Problem, Work
+from kvkit.kernels.tuning.compiling import CompileError
 from kvkit.kernels.tuning.configs import KernelConfig, ProblemBucket
-from kvkit.kernels.tuning.gate import CompileError
 from kvkit.kernels.tuning.problems import every_problem
 from kvkit.kernels.tuning.search import (
     CompileInfo,

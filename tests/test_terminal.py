@@ -20,10 +20,10 @@ from test_inspect import fill, form_of
 from benchmarks import run as benchmarks_run
 from kvkit.environment import host_name, slug_of
 from kvkit.kernels.tuning.assembly import Compiled
+from kvkit.kernels.tuning.compiling import CompileReport
 from kvkit.kernels.tuning.configs import KernelConfig, ProblemBucket
-from kvkit.kernels.tuning.gate import CompileReport
-from kvkit.kernels.tuning.gate import shown as compiled
 from kvkit.kernels.tuning.tables import Build, Tuned, TunedKey, write_table
+from kvkit.lab.compiling.report import shown as compiled
 from kvkit.lab.demo import conversation as demo
 from kvkit.lab.demo import pd, rag
 from kvkit.lab.prove.report import shown as proofs

@@ -14,8 +14,8 @@ import torch
 from benchmarks.gpu.results import AGAIN, Results
 from benchmarks.gpu.small import SMALL, small_problems
 from kvkit.kernels.tuning.cases import Case, Problem
+from kvkit.kernels.tuning.compiling import ProblemFactory
 from kvkit.kernels.tuning.devices import cuda_timer, target_name
-from kvkit.kernels.tuning.gate import ProblemFactory
 from kvkit.kernels.tuning.problems import every_problem
 from kvkit.kernels.tuning.search import Measure
 
@@ -40,7 +40,7 @@ class Bench:
 
     Args:
         device: a GPU; the CPU where steps are rehearsed: Triton must interpret kernels there.
-        target: what kernels are compiled for, a name of `gate.GPUS`.
+        target: what kernels are compiled for, a name of `gpus.GPUS`.
         factory: makes the problems to measure.
         small: makes problems for tools that make a device slow.
         sizes: of everything else.

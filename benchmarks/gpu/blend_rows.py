@@ -15,7 +15,7 @@ from kvkit.adapters.vllm.blending.choice import CHOICES, TILE_ROWS
 from kvkit.adapters.vllm.blending.row_problems import PromptRows, RowTensors
 from kvkit.kernels.attention.api import blend_attention
 from kvkit.kernels.tuning.configs import KernelConfig
-from kvkit.kernels.tuning.prediction import RATES, Rates
+from kvkit.lab.compiling.prediction import RATES, Rates
 
 LLAMA = (
     *(PromptRows(tokens, 0.15) for tokens in (4096, 8192, 32768)),

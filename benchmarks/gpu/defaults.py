@@ -14,7 +14,7 @@ from benchmarks.gpu.bench import Bench, each
 from benchmarks.gpu.driver import carried_cache
 from benchmarks.gpu.packages import ROOT
 from kvkit.kernels.tuning.cases import Problem, Work
-from kvkit.kernels.tuning.gate import compile_pool, survey
+from kvkit.kernels.tuning.compiling import compile_pool, survey
 
 SAMPLES = 5
 

@@ -20,8 +20,8 @@ from triton.runtime import cache
 from benchmarks.gpu.packages import TRITON_CACHE
 from benchmarks.gpu.small import SMALL
 from kvkit.kernels.tuning.cases import Problem
+from kvkit.kernels.tuning.compiling import compile_for
 from kvkit.kernels.tuning.configs import Launch
-from kvkit.kernels.tuning.gate import compile_for
 from kvkit.kernels.tuning.problems import every_problem
 
 KEY = "triton-key"

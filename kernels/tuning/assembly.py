@@ -6,7 +6,7 @@ import hashlib
 import re
 import subprocess
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -132,6 +132,11 @@ def read_amd(assembly: Mapping[str, Any], shared_bytes: int, warps: int, gpu: Gp
         blocks_per_sm=gpu.blocks_per_sm(registers, shared_bytes, warps),
         digest=_digest(found),
     )
+
+
+def reader_of(gpu: Gpu) -> Callable[..., Compiled]:
+    """Return the function that reads a GPU's assembly."""
+    return read_amd if gpu.backend == "hip" else read_nvidia
 
 
 def parse_sass(text: str) -> tuple[MachineInstruction, ...]:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import json
-import os
 import sys
 from collections import Counter
 from dataclasses import asdict, dataclass, replace
@@ -12,11 +10,11 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from kvkit.settings import grouped_options, import_from_here, imported
+from kvkit.settings import extension, grouped_options, import_from_here, imported
 
 if TYPE_CHECKING:
     from kvkit.kernels.tuning.cases import Problem
-    from kvkit.kernels.tuning.gate import ProblemFactory
+    from kvkit.kernels.tuning.compiling import ProblemFactory
 
 
 @dataclass(frozen=True, slots=True)
@@ -187,7 +185,8 @@ def tune(
     elif report:
         _report(choice, report, wide)
     elif target is not None:
-        _compile_all(choice, target, json_path, wide)
+        factory = choice.factory(host=False)
+        extension("kvkit.tune", "target")(factory, choice.chosen(factory, False), target, json_path, wide)
     else:
         _tune_here(choice, limits)
 
@@ -282,31 +281,6 @@ def _show_tuned(name: str, wide: bool) -> None:
         default = "" if tuned.default_us is None else f"{tuned.default_us:.1f}"
         shown.add_row(*map(escape, words), f"{tuned.us:.1f}", default)
     show(shown)
-
-
-def _compile_all(choice: TuneChoice, target: str, json_path: Path | None, wide: bool) -> None:
-    from rich.console import Console
-
-    from kvkit.kernels.tuning import gate as compiled
-    from kvkit.kernels.tuning.gpus import GPUS
-    from kvkit.observe.progress import counted, timed
-    from kvkit.observe.terminal import show, tell
-
-    if target not in GPUS:
-        sys.exit(f"--target {target}: want one of {', '.join(GPUS)}")
-    if json_path and not json_path.absolute().parent.is_dir():
-        sys.exit(f"--json {json_path}: no folder {json_path.absolute().parent}")
-    factory = choice.factory(host=False)
-    jobs = [(p.name, c, target) for p in choice.chosen(factory, False) for c in p.space_on(target)]
-    with compiled.compile_pool(min(8, os.cpu_count() or 1)) as pool:
-        work = compiled.survey(pool, factory, jobs)
-        reports = list(counted(work, "configurations compiled", len(jobs), timed(Console())))
-    show(compiled.shown(reports, wide))
-    flawed = {(report.problem, report.config) for report in reports if report.rejection()}
-    print(f"{len(jobs)} configurations, {len(flawed)} of them not worth a run")
-    if json_path:
-        json_path.write_text(json.dumps(compiled.as_json(reports), indent=1) + "\n")
-        tell(f"figures: {json_path}")
 
 
 def _tune_here(choice: TuneChoice, limits: TuneLimits) -> None:

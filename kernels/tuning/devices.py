@@ -15,8 +15,15 @@ import torch
 
 from kvkit.environment import host_name
 from kvkit.kernels.tuning.cases import Case, Problem, fill
+from kvkit.kernels.tuning.compiling import (
+    CompileError,
+    CompilePool,
+    ProblemFactory,
+    compile_pool,
+    survey,
+    warm,
+)
 from kvkit.kernels.tuning.configs import KernelConfig, Launch, Runnable
-from kvkit.kernels.tuning.gate import CompileError, CompilePool, ProblemFactory, compile_pool, survey, warm
 from kvkit.kernels.tuning.gpus import GPUS
 from kvkit.kernels.tuning.problems import every_problem
 from kvkit.kernels.tuning.search import CompileInfo, Late, Measure, Roofline, Tools, TuningError

@@ -13,8 +13,8 @@ import torch
 
 from kvkit.environment import slug_of
 from kvkit.kernels.tuning.cases import Case, Problem, Work
+from kvkit.kernels.tuning.compiling import CompileError
 from kvkit.kernels.tuning.configs import KernelConfig
-from kvkit.kernels.tuning.gate import CompileError
 from kvkit.kernels.tuning.tables import Tuned, TunedKey, build_of, read_table, write_table
 
 FIRST_SAMPLES = 3

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from importlib.metadata import entry_points
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 
-from kvkit.settings import CommandError, import_from_here
+from kvkit.settings import extension, import_from_here
 
 MEASUREMENTS = "kvkit.doctor"
 """Group of entry points that measure a model: `blend` and `precision`."""
@@ -43,22 +42,11 @@ def doctor(
         raise typer.BadParameter("--verbose and --json are not for --blend and --precision")
     console = Console()
     if precision is not None:
-        _measurement("precision")(*precision, console)
+        extension(MEASUREMENTS, "precision")(*precision, console)
         return
     if blend is not None:
-        _measurement("blend")(blend, console)
+        extension(MEASUREMENTS, "blend")(blend, console)
         return
     import_from_here()  # custom eviction policies
     if not examine(config, console, verbose=verbose, as_json=as_json):
         raise typer.Exit(1)
-
-
-def _measurement(name: str) -> Any:
-    """Return the function that measures a model.
-
-    Raises:
-        CommandError: no installed package has it.
-    """
-    for entry in entry_points(group=MEASUREMENTS, name=name):
-        return entry.load()
-    raise CommandError(f"--{name}: no installed package measures it (entry points {MEASUREMENTS!r})")

@@ -18,7 +18,7 @@ _MORE = ("blocks_per_sm", "in_flight")
 _MORE_ALIKE = ("loads_16", "stores_16")  # with equal tiles
 
 Document = Mapping[str, Any]
-"""Reports as made by `gate.as_json`."""
+"""Reports as made by `report.as_json`."""
 
 
 def _listed(document: Document) -> dict[tuple[str, str, str], Mapping[str, Any]]:
@@ -26,7 +26,7 @@ def _listed(document: Document) -> dict[tuple[str, str, str], Mapping[str, Any]]
 
 
 def known_of(recorded: Document) -> dict[str, Compiled]:
-    """Return compiled kernels by `gate.compile_key`, without those that failed or have a hazard."""
+    """Return compiled kernels by `keys.compile_key`, without those that failed or have a hazard."""
     names = [field.name for field in fields(Compiled) if field.default is MISSING]
     right = (entry for entry in recorded["kernels"] if not entry.keys() & {"error", "hazard"})
     return {e["key"]: Compiled(**{name: e[name] for name in names}) for e in right if "key" in e}

@@ -1,0 +1,1 @@
+"""The compile gate: every kernel compiled for GPUs that are not here, beside what is recorded."""
