@@ -116,23 +116,7 @@ class Rows:
         tables = _integers("tables", tables, 2)
         if block_tokens < 1:
             raise RowsError(f"block_tokens={block_tokens}: want at least 1")
-        if len(row_starts) != len(lengths) + 1 or len(tables) != len(lengths):
-            raise RowsError(
-                f"row_starts {row_starts.shape}, tables {tables.shape}: want [{len(lengths) + 1}] and "
-                f"[{len(lengths)}, blocks] for {len(lengths)} lengths"
-            )
-        if row_starts[0] != 0 or row_starts[-1] != len(positions) or (np.diff(row_starts) < 0).any():
-            raise RowsError(f"row_starts: {row_starts}, want ascending numbers from 0 to {len(positions)}")
-        if lengths.size and lengths.min() < 0:
-            raise RowsError(f"lengths: {lengths.min()}, want at least 0")
-        request = np.repeat(np.arange(len(lengths)), np.diff(row_starts))  # [M]
-        descends = (np.diff(positions) < 0) & (np.diff(request) == 0)
-        if descends.any():
-            i = int(descends.argmax())
-            raise RowsError(
-                f"positions: row {i} at {positions[i]}, then {positions[i + 1]}: want them ascending "
-                "within a request"
-            )
+        request = _requests(positions, row_starts, lengths, tables)
         blocks = -(-lengths // block_tokens)  # [requests]
         if blocks.size and blocks.max() > tables.shape[1]:
             raise RowsError(
@@ -229,6 +213,33 @@ class Rows:
             parts=int(parts[split].sum()),
             keys=int((item_end - item_begin).sum()),
         )
+
+
+def _requests(
+    positions: NDArray[np.int64],
+    row_starts: NDArray[np.int64],
+    lengths: NDArray[np.int64],
+    tables: NDArray[np.int64],
+) -> NDArray[np.int64]:
+    """Check the arguments of `Rows.of` against each other; return the request of each row, [M]."""
+    if len(row_starts) != len(lengths) + 1 or len(tables) != len(lengths):
+        raise RowsError(
+            f"row_starts {row_starts.shape}, tables {tables.shape}: want [{len(lengths) + 1}] and "
+            f"[{len(lengths)}, blocks] for {len(lengths)} lengths"
+        )
+    if row_starts[0] != 0 or row_starts[-1] != len(positions) or (np.diff(row_starts) < 0).any():
+        raise RowsError(f"row_starts: {row_starts}, want ascending numbers from 0 to {len(positions)}")
+    if lengths.size and lengths.min() < 0:
+        raise RowsError(f"lengths: {lengths.min()}, want at least 0")
+    request = np.repeat(np.arange(len(lengths)), np.diff(row_starts))
+    descends = (np.diff(positions) < 0) & (np.diff(request) == 0)
+    if descends.any():
+        i = int(descends.argmax())
+        raise RowsError(
+            f"positions: row {i} at {positions[i]}, then {positions[i + 1]}: want them ascending "
+            "within a request"
+        )
+    return request
 
 
 def _each(counts: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:

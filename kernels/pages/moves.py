@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
 
@@ -74,17 +74,8 @@ def move_case(start: Callable[..., Runnable], move: MoveSpec, device: torch.devi
     rotation = None
     if move.rope is not None:
         rotation = Rotation(move.rope, random.integers(-5000, 5000, move.chunks))
-    if filled and move.to_records:
-        for tensor in pool:
-            fill(tensor)
-    elif filled:
-        for chunk in records:
-            shape = replace(group, precision=None).record_shape(move.tokens)
-            values = torch.empty(shape, dtype=pool[0].dtype, device=device)
-            fill(values)
-            if group.precision:
-                values = reference.quantise(values, group.k_size, group.precision)
-            chunk.copy_(values.view(torch.uint8).reshape(-1))
+    if filled:
+        _fill_sources(move, pool, records)
 
     def launches(config: KernelConfig | None) -> tuple[Runnable, ...]:
         launch = start(
@@ -104,16 +95,12 @@ def move_case(start: Callable[..., Runnable], move: MoveSpec, device: torch.devi
 
     @cache
     def expected() -> list[torch.Tensor]:
-        host = (
-            [np.full(size, POISON, np.uint8) for _ in records]
-            if move.to_records
-            else list(records.cpu().numpy())
-        )
         if move.to_records:
-            reference.pack(group, engine.parts, host, slots)
-            return [torch.from_numpy(np.stack(host)).to(device)]
+            packed = [np.full(size, POISON, np.uint8) for _ in records]
+            reference.pack(group, engine.parts, packed, slots)
+            return [torch.from_numpy(np.stack(packed)).to(device)]
         fresh = group.pages(blocks, POISON, str(device))
-        reference.unpack(group, Pages.of(group, fresh).parts, host, slots, rotation)
+        reference.unpack(group, Pages.of(group, fresh).parts, list(records.cpu().numpy()), slots, rotation)
         return fresh
 
     def fault() -> str:
@@ -128,3 +115,18 @@ def move_case(start: Callable[..., Runnable], move: MoveSpec, device: torch.devi
         return ""
 
     return Case(launches, poison, fault, (records,) if move.to_records else tuple(pool))
+
+
+def _fill_sources(move: MoveSpec, pool: Sequence[torch.Tensor], records: torch.Tensor) -> None:
+    """Fill what a move reads, pages or records, with random numbers."""
+    if move.to_records:
+        for tensor in pool:
+            fill(tensor)
+        return
+    shape = replace(move.group, precision=None).record_shape(move.tokens)
+    for chunk in records:
+        values = torch.empty(shape, dtype=pool[0].dtype, device=records.device)
+        fill(values)
+        if move.group.precision:
+            values = reference.quantise(values, move.group.k_size, move.group.precision)
+        chunk.copy_(values.view(torch.uint8).reshape(-1))

@@ -147,12 +147,9 @@ class TuneReport:
     csv: Annotated[Path | None, typer.Option(help="write the trials to this file, and measure nothing")] = (
         None
     )
-    plot: Annotated[
-        Path | None, typer.Option(help="plot speed against the roofline, PNG or SVG, and measure nothing")
-    ] = None
 
     def __bool__(self) -> bool:
-        return bool(self.show or self.explain or self.csv or self.plot)
+        return bool(self.show or self.explain or self.csv)
 
 
 @grouped_options
@@ -205,7 +202,7 @@ def _report(choice: TuneChoice, report: TuneReport, wide: bool) -> None:
     device = choice.device_name()
     if report.show:
         _show_tuned(device, wide)
-    if not (report.explain or report.csv or report.plot):
+    if not (report.explain or report.csv):
         return
     path = _trials_path(device)
     if not path.exists():
@@ -227,10 +224,7 @@ def _report(choice: TuneChoice, report: TuneReport, wide: bool) -> None:
         if report.csv:
             trials.write_csv(report.csv, found)
             tell(f"trials: {report.csv}")
-        if report.plot:
-            trials.plot(report.plot, found)
-            tell(f"picture: {report.plot}")
-    except (OSError, ValueError, ImportError) as error:
+    except OSError as error:
         sys.exit(str(error))
     if report.explain:
         print(trials.explain(found))

@@ -83,6 +83,8 @@ class Trial:
     look: CompileInfo = CompileInfo()
 
 
+UNTRIED = "untried: the time was over"
+"""Outcome of a configuration that was left out."""
 UNCHECKED = "measured, not checked"
 """Outcome of a trial while its search runs, and for good if the search was stopped."""
 
@@ -168,39 +170,39 @@ def tune(
         problem = replace(problem, space=problem.space_on(tools.target))
         key = TunedKey(problem.bucket, build_of(problem.kernel, problem.host))
         known = table.get(key)
-        if (
-            known
-            and known.config in problem.space
-            and not force
-            and not (known.untried and problem_s is None)
-        ):
+        complete = known and known.config in problem.space and not (known.untried and problem_s is None)
+        if complete and not force:
             yield SearchStep(problem, "known", known)
             continue
         now = tools.clock()
         ends = min(
-            began + (float("inf") if budget_s is None else budget_s),
-            now + (float("inf") if problem_s is None else problem_s),
+            began + (math.inf if budget_s is None else budget_s),
+            now + (math.inf if problem_s is None else problem_s),
         )
-        if now >= ends:
-            yield SearchStep(problem, "left")
-            continue
-
-        def after(time: float) -> Late:
-            return lambda: tools.clock() >= time
-
-        try:
-            nearest = replace(problem, space=nearest_first(problem.space))
-            look, case = tools.look(nearest, after((now + ends) / 2)), problem.make(tools.device, True)
-            tuned, trials = search(problem, case, tools.timer(case), look, roof, after(ends), on_trial)
-        except torch.OutOfMemoryError as error:
-            yield SearchStep(problem, "failed", error=str(error))
-            continue
-        if tuned is not None:
-            table[key] = tuned
+        step = SearchStep(problem, "left")
+        if now < ends:
+            step = _step(problem, replace(tools, roof=roof), now, ends, on_trial)
+        if step.tuned is not None:
+            table[key] = step.tuned
             write_table(path, tools.name, table)
-            if roof.refuted_by(problem.work(tuned.config), tuned.us * 1e-6):
+            if roof.refuted_by(problem.work(step.tuned.config), step.tuned.us * 1e-6):
                 roof = NO_ROOF
-        yield SearchStep(problem, "tuned" if tuned else "failed", tuned, trials)
+        yield step
+
+
+def _step(problem: Problem, tools: Tools, now: float, ends: float, on_trial: OnTrial) -> SearchStep:
+    """Compile and search a problem between two times of the clock."""
+
+    def after(time: float) -> Late:
+        return lambda: tools.clock() >= time
+
+    try:
+        nearest = replace(problem, space=nearest_first(problem.space))
+        look, case = tools.look(nearest, after((now + ends) / 2)), problem.make(tools.device, True)
+        tuned, trials = search(problem, case, tools.timer(case), look, tools.roof, after(ends), on_trial)
+    except torch.OutOfMemoryError as error:
+        return SearchStep(problem, "failed", error=str(error))
+    return SearchStep(problem, "tuned" if tuned else "failed", tuned, trials)
 
 
 def nearest_first(space: Sequence[KernelConfig]) -> tuple[KernelConfig, ...]:
@@ -244,22 +246,50 @@ def search(
         result to keep, None if no configuration is correct; and the trial of every configuration.
     """
     default, looks = problem.space[0], {config: look.get(config, CompileInfo()) for config in problem.space}
+    first, outcome = _sample_all(problem, measure, looks, roof, late, on_trial)
+    median = {config: statistics.median(times) for config, times in first.items()}
+    samples = _sample_again(_finalists(median, default), measure, late)
+    winner, faults = _fastest_right(case, default, median, samples)
+    outcome |= {config: f"wrong: {fault}" for config, fault in faults.items()}
+    if winner is not None:
+        outcome[winner] = "best"
+    times = first | samples
+    trials = tuple(_trial(c, times.get(c, ()), outcome[c] or "slower", looks[c]) for c in problem.space)
+    us = {trial.config: trial.us for trial in trials}
+    if winner is None:
+        return None, trials
+    untried = sum(trial.outcome == UNTRIED for trial in trials)
+    return Tuned(winner, statistics.median(times[winner]) * 1e6, us[default], untried), trials
 
-    def trial(config: KernelConfig, seconds: float | None, outcome: str, times: Sequence[float]) -> Trial:
-        us = None if seconds is None else seconds * 1e6
-        return Trial(config, us, outcome, tuple(time * 1e6 for time in times), looks[config])
 
-    outcome = {config: looks[config].rejection for config in problem.space}
+def _trial(config: KernelConfig, seconds: Sequence[float], outcome: str, look: CompileInfo) -> Trial:
+    us = statistics.median(seconds) * 1e6 if seconds else None
+    return Trial(config, us, outcome, tuple(time * 1e6 for time in seconds), look)
+
+
+def _sample_all(
+    problem: Problem,
+    measure: Measure,
+    looks: Mapping[KernelConfig, CompileInfo],
+    roof: Roofline,
+    late: Late,
+    on_trial: OnTrial,
+) -> tuple[dict[KernelConfig, list[float]], dict[KernelConfig, str]]:
+    """Run steps 1 and 2 of `search`.
+
+    Returns:
+        seconds of the first samples of each configuration that ran; and for all configurations why they did
+        not run, "" if they did.
+    """
+    default, outcome = problem.space[0], {config: looks[config].rejection for config in problem.space}
     first: dict[KernelConfig, list[float]] = {}
-    median: dict[KernelConfig, float] = {}
     compiled: dict[object, KernelConfig] = {}
-    untried = 0
+    fastest = math.inf
     pending: Sequence[KernelConfig] = nearest_first(problem.space)
     assumed: Roofline | None = None
     while roof is not assumed:  # again, if the roofline was refuted
         assumed, left = roof, []
         for config in pending:
-            fastest = min(median.values(), default=float("inf"))
             if outcome[config] and config != default:
                 continue
             binary = config._replace(stages=0), looks[config].binary or config
@@ -271,52 +301,67 @@ def search(
                 left.append(config)
                 continue
             if config != default and late():
-                outcome[config] = "untried: the time was over"
-                untried += 1
+                outcome[config] = UNTRIED
                 continue
             try:
                 first[config] = [measure(config) for _ in range(FIRST_SAMPLES)]
-                median[config] = statistics.median(first[config])
-                on_trial(problem, trial(config, median[config], UNCHECKED, first[config]))
             except CompileError as error:
                 outcome[config] = f"does not run: {error}"
                 continue
-            if roof.refuted_by(work, median[config]):
+            on_trial(problem, _trial(config, first[config], UNCHECKED, looks[config]))
+            seconds = statistics.median(first[config])
+            fastest = min(fastest, seconds)
+            if roof.refuted_by(work, seconds):
                 roof = NO_ROOF
         pending = left
     outcome |= {c: f"takes {roof.bound(problem.work(c)) * 1e6:.1f} µs at the roofline" for c in pending}
-    samples: dict[KernelConfig, list[float]] = {config: [] for config in _finalists(median, default)}
-    names = list(samples)
+    return first, outcome
+
+
+def _sample_again(
+    finalists: Sequence[KernelConfig], measure: Measure, late: Late
+) -> dict[KernelConfig, list[float]]:
+    """Run step 3 of `search`; return the seconds of each sample."""
+    samples: dict[KernelConfig, list[float]] = {config: [] for config in finalists}
     for turn in range(FINAL_SAMPLES):
         if turn >= FIRST_SAMPLES and late():
             break
-        start = turn % max(1, len(names))
-        for config in names[start:] + names[:start]:
+        start = turn % max(1, len(finalists))
+        for config in [*finalists[start:], *finalists[:start]]:
             samples[config].append(measure(config))
+    return samples
+
+
+def _fastest_right(
+    case: Case,
+    default: KernelConfig,
+    median: Mapping[KernelConfig, float],
+    samples: Mapping[KernelConfig, Sequence[float]],
+) -> tuple[KernelConfig | None, dict[KernelConfig, str]]:
+    """Run step 4 of `search`; mutates the case's tensors.
+
+    Args:
+        median: seconds of all configurations that ran.
+        samples: seconds of the finalists.
+
+    Returns:
+        fastest correct configuration, None if there is none; and what is wrong with others.
+    """
     final = {config: statistics.median(times) for config, times in samples.items()}
-    if default in final and (fault := _fault(case, default)):
-        outcome[default] = f"wrong: {fault}"
-    best = min(samples[default]) if default in final else float("inf")
-    winner = None
+    faults = {default: _fault(case, default)} if default in final else {}
+    best = min(samples[default]) if default in final else math.inf
     order = sorted(
         final, key=lambda c: (min(samples[c]) > best, final[c] * (1 - GAIN if c == default else 1))
     )
-    rest = [config for config in median if config not in final]
-    for config in order + sorted(rest, key=lambda c: median[c]):
-        if config != default and (fault := _fault(case, config)):
-            outcome[config] = f"wrong: {fault}"
-        if not outcome[config].startswith("wrong"):
+    rest = sorted(median.keys() - final.keys(), key=lambda c: median[c])
+    winner = None
+    for config in order + rest:
+        if config not in faults:
+            faults[config] = _fault(case, config)
+        if not faults[config]:
             winner = config
             break
-    seconds, times = median | final, first | samples
-    trials = tuple(
-        trial(c, seconds.get(c), "best" if c == winner else outcome[c] or "slower", times.get(c, ()))
-        for c in problem.space
-    )
-    if winner is None:
-        return None, trials
-    us = {trial.config: trial.us for trial in trials}
-    return Tuned(winner, seconds[winner] * 1e6, us[default], untried), trials
+    return winner, {config: fault for config, fault in faults.items() if fault}
 
 
 def _finalists(median: Mapping[KernelConfig, float], default: KernelConfig) -> list[KernelConfig]:

@@ -1,4 +1,4 @@
-"""Trials of tuning as lines of JSON, and reports on them: as CSV, as a plot, in words."""
+"""Trials of tuning as lines of JSON, and reports on them: as CSV, in words."""
 
 from __future__ import annotations
 
@@ -99,37 +99,6 @@ def write_csv(path: Path, found: Sequence[Line]) -> None:
             rows.writerow({**line, "least_us": min(line["samples_us"], default=None), **line["compiled"]})
 
 
-def plot(path: Path, found: Sequence[Line]) -> None:
-    """Plot each configuration's share of the roofline, a row per problem; PNG or SVG, by the file's name.
-
-    Raises:
-        ImportError: matplotlib is missing.
-        ValueError: matplotlib does not support this kind of file.
-    """
-    from matplotlib.figure import Figure
-
-    names = list(dict.fromkeys(line["problem"] for line in found))
-    figure = Figure(figsize=(9, 1.2 + 0.3 * len(names)), layout="constrained")
-    axes = figure.subplots()
-    kinds = (
-        ("others", "o", "0.7", lambda line: True),
-        ("default", "s", "tab:blue", lambda line: line["default"]),
-        ("best", "*", "tab:red", lambda line: line["outcome"] == "best"),
-    )
-    for label, marker, colour, wanted in kinds:
-        chosen = [line for line in found if line["us"] and wanted(line)]
-        shares = [line["roof_us"] / line["us"] for line in chosen]
-        places = [names.index(line["problem"]) for line in chosen]
-        axes.scatter(shares, places, marker=marker, color=colour, label=label)
-    axes.axvline(1, color="black", linewidth=0.8)
-    axes.set_xlabel("share of the measured roofline")
-    axes.set_xlim(left=0)
-    axes.set_yticks(range(len(names)), names)
-    axes.invert_yaxis()
-    axes.legend()
-    figure.savefig(path)
-
-
 def explain(found: Sequence[Line]) -> str:
     """Describe each problem in a paragraph: winner, gain, share of the roofline, compiler's numbers."""
     problems: dict[str, list[Line]] = {}
@@ -144,54 +113,38 @@ def _explained(name: str, trials: Sequence[Line]) -> str:
     void = share > OPTIMISM
     fates = Counter(_kind(line["outcome"], void) for line in trials if line is not best)
     others = "; ".join(f"{count} {outcome}" for outcome, count in fates.most_common())
-    if best is None and any(line["outcome"] == UNCHECKED for line in trials):
-        return f"{name}: the search was ended: {others}."
     if best is None:
-        return f"{name}: no configuration is right: {others}."
-    words = [f"{name}: {best['config']} takes {best['us']:.1f} µs{_gain(best, trials)}."]
-    seconds = best["us"] * 1e-6
+        stopped = any(line["outcome"] == UNCHECKED for line in trials)
+        return f"{name}: {'the search was ended' if stopped else 'no configuration is right'}: {others}."
+    default = next(line for line in trials if line["default"])
+    gain = ", and is the default"
+    if default["us"] is None:
+        gain = f"; the default does not count: {default['outcome']}"
+    elif best is not default:
+        gain = f", {1 - best['us'] / default['us']:.0%} less than the default"
     memory, products = best["moved_bytes"] / best["bytes_per_s"], best["flops"] / best["flops_per_s"]
-    bound = "memory" if memory >= products else "matrix products"
-    reached = [f"{best['moved_bytes'] / seconds / 1e9:.3g} GB/s"]
+    reached = f"{best['moved_bytes'] / best['us'] / 1e3:.3g} GB/s"
     if best["flops"]:
-        reached.append(f"{best['flops'] / seconds / 1e12:.3g} TFLOP/s")
-    words.append(
-        f"It reaches {' and '.join(reached)}. By its bytes and flops {bound} would limit it; it is at "
-        f"{share:.0%} of the measured roofline."
-    )
+        reached += f" and {best['flops'] / best['us'] / 1e6:.3g} TFLOP/s"
+    bound = "memory" if memory >= products else "matrix products"
+    words = [
+        f"{name}: {best['config']} takes {best['us']:.1f} µs{gain}.",
+        f"It reaches {reached}. By its bytes and flops {bound} would limit it; it is at {share:.0%} of the "
+        "measured roofline.",
+    ]
     if void:
         words.append(
             "No kernel exceeds a roofline by so much: the machine was busy when it was measured. "
             "To measure again run kvkit tune --force on an idle machine."
         )
-    rivals = [line for line in trials if line is not best and line["us"]]
-    for what, rival in (
-        ("the default", next((line for line in rivals if line["default"]), None)),
-        ("the next fastest", min(rivals, key=lambda line: line["us"], default=None)),
-    ):
-        if rival is not None and (unlike := _unlike(best["compiled"], rival["compiled"])):
-            words.append(f"Unlike {what} ({rival['config']}, {rival['us']:.1f} µs) it has {unlike}.")
-    if others:
-        words.append(f"The others: {others}.")
-    return "\n  ".join(words)
-
-
-def _gain(best: Line, trials: Sequence[Line]) -> str:
-    default = next(line for line in trials if line["default"])
-    if best is default:
-        return ", and is the default"
-    if default["us"] is None:
-        return f"; the default does not count: {default['outcome']}"
-    return f", {1 - best['us'] / default['us']:.0%} less than the default"
-
-
-def _unlike(mine: Mapping[str, float], other: Mapping[str, float]) -> str:
-    """Return the compiler's numbers that differ, in words."""
-    return ", ".join(
-        f"{name.replace('_', ' ')} {mine[name]} instead of {other[name]}"
-        for name in mine
-        if name in other and mine[name] != other[name]
-    )
+    unlike = [
+        f"{number.replace('_', ' ')} {value} instead of {default['compiled'][number]}"
+        for number, value in best["compiled"].items()
+        if default["compiled"].get(number, value) != value
+    ]
+    if unlike:
+        words.append(f"Unlike the default ({default['config']}) it has {', '.join(unlike)}.")
+    return "\n  ".join([*words, f"The others: {others}."] if others else words)
 
 
 def _kind(outcome: str, void: bool) -> str:
