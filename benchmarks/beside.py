@@ -18,12 +18,12 @@ from typing import Any
 import torch
 
 from kvkit.kernels.pages.way_problems import WAY_SPECS, WaySpec, way_problem
-from kvkit.kernels.pages.ways import WAYS, programs_of
-from kvkit.kernels.tuning.configs import KernelConfig, Runnable, host_config
+from kvkit.kernels.pages.ways import WAYS, entry
+from kvkit.kernels.tuning.configs import Runnable
 
 WINDOW_S = 0.1
 """Of products, beside which moves run."""
-GRIDS = (*WAYS, host_config(PROGRAMS=64), host_config(PROGRAMS=1 << 20))
+GRIDS = (*WAYS, 64, 1 << 20)
 """The last has a program for every tile."""
 
 
@@ -47,7 +47,7 @@ def grids(device: torch.device, seconds: float) -> Iterator[dict[str, Any]]:
         for way in GRIDS:
             if time.monotonic() >= ends:
                 return
-            yield _named(spec, way) | _beside(device, multiply, case.launches(way), spec)
+            yield _named(spec, way) | _beside(device, multiply, case.launches(entry(way)), spec)
 
 
 def pieces(device: torch.device, seconds: float) -> Iterator[dict[str, Any]]:
@@ -61,8 +61,8 @@ def pieces(device: torch.device, seconds: float) -> Iterator[dict[str, Any]]:
             return
         spec = _sized(spec, device)
         case = way_problem(spec).make(device, True)
-        launches = {way: case.launches(way) for way in WAYS}
-        times: dict[KernelConfig, list[float]] = {way: [] for way in WAYS}
+        launches = {way: case.launches(entry(way)) for way in WAYS}
+        times: dict[int, list[float]] = {way: [] for way in WAYS}
         for turn in range(11 if device.type == "cuda" else 2):
             for way, each in launches.items():
                 took = _span(device, lambda each=each: _run(each))
@@ -74,8 +74,7 @@ def pieces(device: torch.device, seconds: float) -> Iterator[dict[str, Any]]:
             yield _named(spec, way) | {"GB/s": rate, "of_engine_time": median(found) / engine}
 
 
-def _named(spec: WaySpec, way: KernelConfig) -> dict[str, Any]:
-    programs = programs_of(way)
+def _named(spec: WaySpec, programs: int) -> dict[str, Any]:
     every = "a program for each tile" if programs > 1 << 10 else f"{programs} programs"
     return {
         "move": "pages to host" if spec.to_records else "host to pages",

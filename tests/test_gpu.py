@@ -25,7 +25,7 @@ from kvkit.kernels.pages import device as device_moves
 from kvkit.kernels.pages import streams
 from kvkit.kernels.pages.api import Pages, pack, unpack
 from kvkit.kernels.pages.way_problems import WAY_SPECS, way_problem
-from kvkit.kernels.pages.ways import WAYS
+from kvkit.kernels.pages.ways import WAYS, entry
 from kvkit.staging import Staging
 
 pytestmark = pytest.mark.skipif(
@@ -167,12 +167,12 @@ def moved_and_back(records: list[Any], blocks: Any, **how: Any) -> bool:
 
 
 @pytest.mark.parametrize("to_records", [True, False])
-@pytest.mark.parametrize("way", WAYS, ids=str)
-def test_every_way_moves_the_same_bytes(way: Any, to_records: bool) -> None:
+@pytest.mark.parametrize("way", WAYS)
+def test_every_way_moves_the_same_bytes(way: int, to_records: bool) -> None:
     for spec in (spec for spec in WAY_SPECS if spec.to_records == to_records):
         case = way_problem(replace(spec, records=min(spec.records, 4))).make(torch.device("cuda", 0), True)
         case.poison()
-        case.run(way)
+        case.run(entry(way))
         torch.cuda.synchronize()
         assert case.fault() == "", spec
 

@@ -23,7 +23,7 @@ from vllm.model_executor.layers.attention.chunked_local_attention import Chunked
 
 from kvkit.adapters.vllm import compat
 from kvkit.adapters.vllm.blending.attention import OwnAttention, OwnLayer, scoring
-from kvkit.adapters.vllm.blending.choice import ENGINE, KVKIT, RowsForm
+from kvkit.adapters.vllm.blending.choice import RowsForm, entry
 from kvkit.adapters.vllm.blending.choosing import PagesOfLayers, QuestionAttention
 from kvkit.adapters.vllm.blending.row_problems import PromptRows, problems, row_problem
 from kvkit.adapters.vllm.blending.rows import AttentionLayer, RowsOf
@@ -217,8 +217,8 @@ def form(rows: int, runs: int, context: int = 8192) -> RowsForm:
 )
 def test_many_short_runs_are_kvkits(rows: int, runs: int, tiles: tuple[int, int], wins: bool) -> None:
     given = form(rows, runs)
-    assert (given.tiles(ENGINE), given.tiles(KVKIT)) == tiles
-    assert given.untuned == (KVKIT if wins else ENGINE)
+    assert (given.tiles(together=False), given.tiles(together=True)) == tiles
+    assert given.untuned == wins
 
 
 def positions(count: int, step: int) -> NDArray[np.int64]:
@@ -234,7 +234,7 @@ def test_what_was_tuned_decides_where_one_rank_runs_the_model(gpu: Path) -> None
     assert [own.wins([rows], 256) for rows in (consecutive, strewn)] == [False, True]
     tuned = RowsForm(64, 64, 127, *own.form)
     key = TunedKey(tuned.bucket, build_of(attend, False))
-    write_table(gpu, "Imaginary 9", {key: Tuned(ENGINE, 1.0, 2.0)})
+    write_table(gpu, "Imaginary 9", {key: Tuned(entry(False), 1.0, 2.0)})
     assert not own.wins([strewn], 256)
     assert several.wins([strewn], 256), "ranks that chose otherwise would cut rows otherwise"
     assert own.wins([strewn], 63), "the engine would run the model twice"
@@ -289,14 +289,14 @@ def test_the_question_is_seen_over_vllms_pages(
 
 def test_a_problem_is_right_with_kvkits_and_with_nothing_else() -> None:
     problem = row_problem(PromptRows(256, 0.2, heads=2, group=2, size=16))
-    assert problem.space == (KVKIT, ENGINE)
+    assert problem.space == (entry(True), entry(False))
     case = problem.make(CPU, True)
     case.poison()
     assert case.fault()
-    case.run(KVKIT)
+    case.run(entry(True))
     assert case.fault() == ""
     (launch,) = case.launches(None)
-    assert launch.config == KVKIT  # type: ignore[attr-defined]
+    assert launch.config == entry(True)  # type: ignore[attr-defined]
     case.outputs[0][0, 0, 0] += 1
     assert case.fault()
 
@@ -306,4 +306,4 @@ def test_every_problem_is_for_a_choice_of_its_own() -> None:
     assert (
         len({problem.name for problem in every}) == len({problem.bucket for problem in every}) == len(every)
     )
-    assert {problem.space for problem in every} == {(ENGINE, KVKIT), (KVKIT, ENGINE)}
+    assert {problem.space for problem in every} == {(entry(x), entry(not x)) for x in (False, True)}

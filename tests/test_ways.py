@@ -18,7 +18,7 @@ from kvkit.environment import slug_of
 from kvkit.kernels.pages import device
 from kvkit.kernels.pages.device import Copies, best_way, steps
 from kvkit.kernels.pages.way_problems import WAY_SPECS, way_problem
-from kvkit.kernels.pages.ways import COPY_ENGINE, KERNEL, WAYS, programs_of, untuned, way_bucket
+from kvkit.kernels.pages.ways import COPY_ENGINE, KERNEL, WAYS, entry, untuned, way_bucket
 from kvkit.kernels.tuning import tables
 from kvkit.kernels.tuning.cases import Problem
 from kvkit.kernels.tuning.configs import Launch
@@ -49,7 +49,7 @@ def gpu(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[str]:
         (1024, 1024, KERNEL),
     ],
 )
-def test_few_or_large_records_are_the_copy_engines(record_bytes: int, records: int, way: object) -> None:
+def test_few_or_large_records_are_the_copy_engines(record_bytes: int, records: int, way: int) -> None:
     assert untuned(record_bytes, records) == way
 
 
@@ -65,15 +65,15 @@ def test_buckets_round_up(record_bytes: int, records: int, to_records: bool) -> 
 
 def test_ways_differ() -> None:
     assert len(set(WAYS)) == len(WAYS)
-    assert programs_of(WAYS[0]) == 0
+    assert WAYS[0] == COPY_ENGINE == 0
     assert KERNEL in WAYS
-    assert all(8 <= programs_of(way) <= 32 for way in WAYS[1:])
+    assert all(8 <= way <= 32 for way in WAYS[1:])
 
 
 def test_a_tuned_way_is_taken_for_its_direction_and_about_its_size(gpu: str, tmp_path: Path) -> None:
     slow = WAYS[-1]
     key = TunedKey(way_bucket(1 << 20, 8, True), build_of(steps, False))
-    write_table(tmp_path / f"{slug_of(gpu)}.json", gpu, {key: Tuned(slow, 1.0, 2.0)})
+    write_table(tmp_path / f"{slug_of(gpu)}.json", gpu, {key: Tuned(entry(slow), 1.0, 2.0)})
     assert best_way(1 << 20, 8, True) == slow
     assert best_way((1 << 20) - 1, 7, True) == slow, "the same bucket"
     assert best_way(2 << 20, 4, True) == slow, "the nearest"
@@ -81,14 +81,9 @@ def test_a_tuned_way_is_taken_for_its_direction_and_about_its_size(gpu: str, tmp
 
 
 def test_a_way_that_is_no_more_is_passed_over(gpu: str, tmp_path: Path) -> None:
-    gone = replace_programs(7)
     key = TunedKey(way_bucket(1024, 64, True), build_of(steps, False))
-    write_table(tmp_path / f"{slug_of(gpu)}.json", gpu, {key: Tuned(gone, 1.0, 2.0)})
+    write_table(tmp_path / f"{slug_of(gpu)}.json", gpu, {key: Tuned(entry(7), 1.0, 2.0)})
     assert best_way(1024, 64, True) == KERNEL
-
-
-def replace_programs(count: int) -> tables.KernelConfig:
-    return KERNEL._replace(tiles=(("PROGRAMS", count),))
 
 
 def small(to_records: bool) -> Problem:
@@ -103,16 +98,17 @@ def test_every_way_moves_the_same_bytes(to_records: bool, monkeypatch: pytest.Mo
     problem = small(to_records)
     monkeypatch.setattr("kvkit.kernels.pages.way_problems.BUFFER_BYTES", 2 * 2048)
     case = problem.make(CPU, True)
-    for way in problem.space:
+    assert set(problem.space) == set(map(entry, WAYS))
+    for way in WAYS:
         case.poison()
         assert case.fault(), "what was never written passes"
-        case.run(way)
+        case.run(entry(way))
         assert case.fault() == ""
-        launches = case.launches(way)
+        launches = case.launches(entry(way))
         kernels = [launch for launch in launches if isinstance(launch, Launch)]
         copies = sum(len(launch.pairs) for launch in launches if isinstance(launch, Copies))
-        if programs := programs_of(way):
-            assert [launch.grid[0] <= programs for launch in kernels] == [True]
+        if way:
+            assert [launch.grid[0] <= way for launch in kernels] == [True]
             assert copies == 0
         else:
             assert copies == 3
@@ -122,8 +118,8 @@ def test_problems_stand_for_what_is_asked_for() -> None:
     """The default first; the bucket is that which a move of this size looks up."""
     for spec in WAY_SPECS:
         problem = way_problem(spec)
-        assert problem.space[0] == untuned(spec.record_bytes, spec.records)
-        assert set(problem.space) == set(WAYS)
+        assert problem.space[0] == entry(untuned(spec.record_bytes, spec.records))
+        assert set(problem.space) == set(map(entry, WAYS))
         assert problem.bucket == way_bucket(spec.record_bytes, spec.records, spec.to_records)
         assert problem.kernel is device.steps
 

@@ -11,10 +11,9 @@ import numpy as np
 import torch
 
 from benchmarks.gpu.bench import Bench
-from kvkit.adapters.vllm.blending.choice import CHOICES, TILE_ROWS
+from kvkit.adapters.vllm.blending.choice import TILE_ROWS, entry
 from kvkit.adapters.vllm.blending.row_problems import PromptRows, RowTensors
 from kvkit.kernels.attention.api import blend_attention
-from kvkit.kernels.tuning.configs import KernelConfig
 from kvkit.lab.compiling.prediction import RATES, Rates
 
 LLAMA = (
@@ -32,8 +31,12 @@ def run(bench: Bench) -> None:
     rates = RATES.get(bench.target)
     for prompt in LLAMA if bench.device.type == "cuda" else SMALL:
         given = RowTensors.of(prompt, bench.device)
-        predicted = {f"predicted_us of {c}": predicted_us(prompt, c, rates) for c in CHOICES if rates}
-        bench.results.record(str(prompt), untuned=str(prompt.form.untuned), **predicted)
+        predicted = {
+            f"predicted_us of {entry(together)}": predicted_us(prompt, together, rates)
+            for together in (False, True)
+            if rates
+        }
+        bench.results.record(str(prompt), untuned=str(entry(prompt.form.untuned)), **predicted)
         for name, attend in CONTENDERS.items():
             try:
                 given.out.fill_(torch.nan)
@@ -48,9 +51,9 @@ def run(bench: Bench) -> None:
             bench.results.record(f"{prompt}: {name}", **us, off=off, right=off < 0.01)
 
 
-def predicted_us(prompt: PromptRows, config: KernelConfig, rates: Rates) -> float:
+def predicted_us(prompt: PromptRows, together: bool, rates: Rates) -> float:
     """By data sheet, if each tile read its keys from memory."""
-    keys = prompt.form.tiles(config) * prompt.heads * prompt.tokens / 2
+    keys = prompt.form.tiles(together) * prompt.heads * prompt.tokens / 2
     moved, flops = keys * 2 * prompt.size * 2, keys * 4 * prompt.size * TILE_ROWS
     return 1e6 * max(moved / rates.bytes_per_s, flops / rates.flops_per_s)
 

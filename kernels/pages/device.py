@@ -14,8 +14,8 @@ from kvkit.kernels.checks import LaunchError
 from kvkit.kernels.pages import streams
 from kvkit.kernels.pages.checks import Turns
 from kvkit.kernels.pages.memory import Pages
-from kvkit.kernels.pages.ways import WAYS, programs_of, untuned, way_bucket
-from kvkit.kernels.tuning.configs import KernelConfig, Launch
+from kvkit.kernels.pages.ways import WAYS, entry, untuned, way_bucket
+from kvkit.kernels.tuning.configs import Launch
 from kvkit.kernels.tuning.tables import best
 
 Record = NDArray[np.uint8] | torch.Tensor
@@ -112,7 +112,7 @@ def move(
             _run(steps(wanted, given, near, buffer_bytes))
         else:
             with streams.own(device, wanted.to_records, after) as stream:
-                programs = programs_of(best_way(len(given[0]), near.count(None), wanted.to_records))
+                programs = best_way(len(given[0]), near.count(None), wanted.to_records)
                 addresses = [
                     streams.device_address(record.data_ptr()) if address is None and programs else address
                     for address, record in zip(near, given, strict=True)
@@ -123,10 +123,11 @@ def move(
                 record.record_stream(stream)
 
 
-def best_way(record_bytes: int, records: int, to_records: bool) -> KernelConfig:
+def best_way(record_bytes: int, records: int, to_records: bool) -> int:
     """Return the way to move so many records in host memory: the one tuned on this GPU, else a guess."""
-    bucket = way_bucket(record_bytes, records, to_records)
-    return best(bucket, untuned(record_bytes, records), WAYS, steps)
+    ways = {entry(way): way for way in WAYS}
+    bucket, default = way_bucket(record_bytes, records, to_records), entry(untuned(record_bytes, records))
+    return ways[best(bucket, default, ways, steps)]
 
 
 def steps(

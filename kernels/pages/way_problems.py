@@ -13,7 +13,7 @@ from kvkit.format.layout import LayerGroup
 from kvkit.kernels.pages import reference, streams
 from kvkit.kernels.pages.device import BUFFER_BYTES, DeviceMove, best_way, steps
 from kvkit.kernels.pages.memory import Pages
-from kvkit.kernels.pages.ways import WAYS, programs_of, untuned, way_bucket
+from kvkit.kernels.pages.ways import WAYS, entry, untuned, way_bucket
 from kvkit.kernels.tuning.cases import POISON, Case, Problem, Work, different, fill
 from kvkit.kernels.tuning.configs import KernelConfig, Runnable
 
@@ -65,7 +65,7 @@ def way_problem(spec: WaySpec) -> Problem:
         name=f"{bucket.op}, {spec.records} of {spec.record_bytes >> 10} KiB",
         bucket=bucket,
         kernel=steps,
-        space=(default, *(way for way in WAYS if way != default)),
+        space=tuple(map(entry, dict.fromkeys((default, *WAYS)))),
         make=partial(_case, spec),
         work=lambda config: Work(moved),
         gated=False,
@@ -88,7 +88,8 @@ def _case(spec: WaySpec, device: torch.device, filled: bool) -> Case:
             fill(tensor)
 
     def launches(config: KernelConfig | None) -> tuple[Runnable, ...]:
-        programs = programs_of(config or best_way(spec.record_bytes, spec.records, spec.to_records))
+        config = config or entry(best_way(spec.record_bytes, spec.records, spec.to_records))
+        programs = dict(config.tiles)["PROGRAMS"]
         found = [_address(record, device) if programs else None for record in records]
         return tuple(steps(wanted, list(records), found, BUFFER_BYTES, programs))
 

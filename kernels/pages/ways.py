@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from kvkit.kernels.tuning.configs import KernelConfig, ProblemBucket, host_config
 
-COPY_ENGINE = host_config(PROGRAMS=0)
+COPY_ENGINE = 0
 """A copy of each record to or from a buffer on the GPU, and a kernel between buffer and pages."""
 
-KERNEL = host_config(PROGRAMS=16)
-"""A kernel that reaches the records itself, with few programs, so that an engine's have room."""
+KERNEL = 16
+"""Programs of a kernel that reaches the records itself: few, so that an engine's have room."""
 
-WAYS = (COPY_ENGINE, *(host_config(PROGRAMS=count) for count in (8, 16, 32)))
+WAYS = (COPY_ENGINE, 8, 16, 32)
 """Ways to tune. They are timed alone, where more programs could win, but would starve an engine."""
 
 SMALL_BYTES, MANY = 256 << 10, 16
@@ -23,12 +23,12 @@ https://github.com/vllm-project/vllm/issues/57555.
 """
 
 
-def programs_of(way: KernelConfig) -> int:
-    """Return the number of programs of the kernel; 0 if the copy engine moves the records."""
-    return dict(way.tiles)["PROGRAMS"]
+def entry(way: int) -> KernelConfig:
+    """Return the entry of tuned tables for a way."""
+    return host_config(PROGRAMS=way)
 
 
-def untuned(record_bytes: int, records: int) -> KernelConfig:
+def untuned(record_bytes: int, records: int) -> int:
     """Return the way to use without tuning."""
     return KERNEL if record_bytes < SMALL_BYTES and records >= MANY else COPY_ENGINE
 

@@ -19,11 +19,10 @@ import torch
 from numpy.typing import NDArray
 
 from kvkit.adapters.vllm import compat
-from kvkit.adapters.vllm.blending.choice import KVKIT, RowsForm
+from kvkit.adapters.vllm.blending.choice import RowsForm
 from kvkit.kernels.attention.api import blend_attention
 from kvkit.kernels.attention.layer import Scoring
 from kvkit.kernels.attention.rows import Rows
-from kvkit.kernels.tuning.configs import KernelConfig
 
 if TYPE_CHECKING:
     from kvkit.adapters.vllm.blending.rows import AttentionLayer, RowsOf
@@ -94,12 +93,12 @@ class OwnAttention:
     Args:
         layers: attention layers, in the order of `RowRunner.layers`.
         form: group, size and dtype of `RowsForm`, from the first layer.
-        choose: function that chooses between kvkit's attention and the engine's.
+        prefers: returns whether kvkit's attention is taken instead of the engine's.
     """
 
     layers: tuple[OwnLayer, ...]
     form: tuple[int, int, str]
-    choose: Callable[[RowsForm], KernelConfig]
+    prefers: Callable[[RowsForm], bool]
 
     @staticmethod
     def of(layers: Sequence[AttentionLayer], ranks: int) -> OwnAttention | None:
@@ -131,7 +130,7 @@ class OwnAttention:
             return True
         count = sum(len(some.positions) for some in rows)
         context = max((int(some.positions[-1]) + 1 for some in rows if len(some.positions)), default=0)
-        return bool(count) and self.choose(RowsForm(count, runs, context, *self.form)) == KVKIT
+        return bool(count) and self.prefers(RowsForm(count, runs, context, *self.form))
 
     def plan(self, rows: Sequence[RowsOf], device: torch.device) -> OwnRows:
         """Return the object that replaces the attention metadata of all layers in one run of the model."""

@@ -20,7 +20,6 @@ from numpy.typing import NDArray
 
 from kvkit.adapters.vllm import compat
 from kvkit.adapters.vllm.blending.attention import OwnAttention
-from kvkit.adapters.vllm.blending.choice import KVKIT
 from kvkit.adapters.vllm.blending.order import PageOrder, read_tokens, write_tokens
 from kvkit.adapters.vllm.blending.rows import AttentionLayer, RowRunner, RowsOf
 from kvkit.blend.plan import BlendError
@@ -146,7 +145,7 @@ def own_attention(rows: RowRunner) -> OwnAttention | None:
     own = OwnAttention.of(rows.layers, ranks.world_size) if len(names) == len(rows.layers) else None
     probe = _Probe(rows)
     expected = probe.prefill()
-    rows.own = own and replace(own, choose=lambda form: KVKIT)
+    rows.own = own and replace(own, prefers=lambda form: True)
     worst = probe.with_gaps(expected)  # also without kvkit's attention: other ranks run it
     rows.own = None
     right = worst <= _MAX_ROWS_DIFFERENCE.get(rows.config.model_config.dtype, _MAX_ROUNDED_ROWS)

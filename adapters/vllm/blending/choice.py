@@ -13,9 +13,6 @@ from kvkit.environment import version_of
 from kvkit.kernels.tuning.configs import KernelConfig, ProblemBucket, host_config
 from kvkit.kernels.tuning.tables import best
 
-ENGINE, KVKIT = host_config(TOGETHER=0), host_config(TOGETHER=1)
-CHOICES = (ENGINE, KVKIT)
-
 TILE_ROWS = 128
 """Rows of a tile, each of one query head, both in engines' kernels and in kvkit's."""
 
@@ -43,15 +40,19 @@ class RowsForm:
     size: int
     dtype: str
 
-    def tiles(self, config: KernelConfig) -> int:
-        """Return the number of tiles that a KV head's rows fill if all runs are equally long."""
-        runs = 1 if config == KVKIT else self.runs
+    def tiles(self, together: bool) -> int:
+        """Return the number of tiles that a KV head's rows fill if all runs are equally long.
+
+        Args:
+            together: whether they are kvkit's tiles, which hold rows of any run.
+        """
+        runs = 1 if together else self.runs
         return runs * -(-self.rows * self.group // (runs * TILE_ROWS))
 
     @property
-    def untuned(self) -> KernelConfig:
-        """The choice without tuned results."""
-        return KVKIT if self.tiles(ENGINE) >= MARGIN * self.tiles(KVKIT) else ENGINE
+    def untuned(self) -> bool:
+        """True if kvkit's attention is taken without tuned results."""
+        return self.tiles(together=False) >= MARGIN * self.tiles(together=True)
 
     @property
     def bucket(self) -> ProblemBucket:
@@ -61,8 +62,14 @@ class RowsForm:
         form = f"{self.dtype} SIZE={self.size} vllm {version_of('vllm')}"
         return ProblemBucket("rows_of_blends", form, sizes)
 
-    def tuned(self) -> KernelConfig:
-        """Return the choice that tuning found faster on this process's GPU; without one, `untuned`."""
+    def tuned(self) -> bool:
+        """Return whether tuning found kvkit's attention faster on this process's GPU; else, `untuned`."""
         from kvkit.kernels.attention.triton_kernels import attend
 
-        return best(self.bucket, self.untuned, CHOICES, attend)
+        choices = entry(self.untuned), entry(not self.untuned)
+        return best(self.bucket, choices[0], choices, attend) == entry(True)
+
+
+def entry(together: bool) -> KernelConfig:
+    """Return the entry of tuned tables for kvkit's attention, or for the engine's."""
+    return host_config(TOGETHER=int(together))

@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 
 from kvkit.adapters.vllm import compat
 from kvkit.adapters.vllm.blending.attention import OwnLayer, OwnRows
-from kvkit.adapters.vllm.blending.choice import CHOICES, ENGINE, RowsForm
+from kvkit.adapters.vllm.blending.choice import RowsForm, entry
 from kvkit.kernels.attention import reference
 from kvkit.kernels.attention.layer import Scoring
 from kvkit.kernels.attention.rows import Rows
@@ -164,7 +164,7 @@ def row_problem(prompt: PromptRows) -> Problem:
         name=str(prompt),
         bucket=form.bucket,
         kernel=attend,
-        space=(form.untuned, *(config for config in CHOICES if config != form.untuned)),
+        space=(entry(form.untuned), entry(not form.untuned)),
         make=partial(_case, prompt),
         work=lambda config: Work(moved),
         gated=False,
@@ -175,10 +175,10 @@ def row_problem(prompt: PromptRows) -> Problem:
 def _case(prompt: PromptRows, device: torch.device, filled: bool) -> Case:
     given = RowTensors.of(prompt, device, filled)
     if filled and device.type == "cuda":
-        given.run(**dict(ENGINE.tiles))  # fails if vLLM's cannot run: tuning has to compare both
+        given.run(TOGETHER=0)  # fails if vLLM's cannot run: tuning has to compare both
 
     def launches(config: KernelConfig | None) -> tuple[HostLaunch, ...]:
-        return (HostLaunch(given.run, {}, config or prompt.form.untuned),)
+        return (HostLaunch(given.run, {}, config or entry(prompt.form.untuned)),)
 
     def poison() -> None:
         given.out.fill_(torch.nan)
