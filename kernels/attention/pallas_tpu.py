@@ -11,6 +11,7 @@ No TPU has run the kernel. Tests run it in Pallas' interpreter, and lower it for
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
@@ -74,9 +75,32 @@ def blend_attention(
     packed = packed.swapaxes(1, 2).reshape(len(row), heads, rows * group, size)
     request = tiles.request.clip(max=len(requests.lengths) - 1)
     scalars = request, begin, end, requests.tables.clip(0, blocks - 1).astype(jnp.int32).ravel()
+    attend = _kernel(packed, v_pages, width, pages, scoring, interpret)
+    of_lane = jnp.repeat(position, group, axis=1)[:, :, None]
+    found = attend(*scalars, of_lane, packed, *[k_pages] * pages, *[v_pages] * pages)
+    o, lse = (x.reshape(len(row), heads, rows, group, -1).swapaxes(1, 2) for x in found)
+    to = jnp.where(valid, row, m).ravel()
+    nothing = jnp.zeros((m, query_heads, v_size), q.dtype), jnp.zeros((m, query_heads), jnp.float32)
+    o, lse = (
+        x.at[to].set(y.reshape(-1, *x.shape[1:]), mode="drop") for x, y in zip(nothing, (o, lse), strict=True)
+    )
+    return o, lse
+
+
+def _kernel(
+    q: jax.Array, v_pages: jax.Array, width: int, pages: int, scoring: Scoring, interpret: bool
+) -> Callable[..., tuple[jax.Array, jax.Array]]:
+    """Return the call of the kernel.
+
+    Args:
+        q: [tiles, heads, lanes, D], rows gathered into tiles; a lane is a row's query head.
+        width: blocks of a request in the tables.
+        pages: pages of a step.
+    """
+    (tiles, heads, lanes, size), (_, _, tokens, v_size) = q.shape, v_pages.shape
 
     def of_tile(channels: int) -> pl.BlockSpec:
-        return pl.BlockSpec((None, None, rows * group, channels), lambda i, h, *_: (i, h, 0, 0))
+        return pl.BlockSpec((None, None, lanes, channels), lambda i, h, *_: (i, h, 0, 0))
 
     def of_page(nth: int, channels: int) -> pl.BlockSpec:
         def where(i: int, h: int, t: int, *scalars: jax.Ref) -> tuple[jax.Array, int, int, int]:
@@ -87,16 +111,15 @@ def blend_attention(
 
         return pl.BlockSpec((None, None, tokens, channels), where)
 
-    lanes = rows * group
-    attend = pl.pallas_call(
+    return pl.pallas_call(
         functools.partial(_attend, pages=pages, scoring=scoring),
         out_shape=(
-            shape(len(row), heads, lanes, v_size, dtype=q.dtype, axes=varying(q)),
-            shape(len(row), heads, lanes, 1, dtype=jnp.float32, axes=varying(q)),
+            shape(tiles, heads, lanes, v_size, dtype=q.dtype, axes=varying(q)),
+            shape(tiles, heads, lanes, 1, dtype=jnp.float32, axes=varying(q)),
         ),
         grid_spec=tpu.PrefetchScalarGridSpec(
-            num_scalar_prefetch=len(scalars),
-            grid=(len(row), heads, pl.cdiv(width, pages)),
+            num_scalar_prefetch=4,
+            grid=(tiles, heads, pl.cdiv(width, pages)),
             in_specs=[
                 pl.BlockSpec((None, lanes, 1), lambda i, *_: (i, 0, 0)),
                 of_tile(size),
@@ -110,15 +133,6 @@ def blend_attention(
         interpret=interpret,
         name="blend_attention",
     )
-    of_lane = jnp.repeat(position, group, axis=1)[:, :, None]
-    found = attend(*scalars, of_lane, packed, *[k_pages] * pages, *[v_pages] * pages)
-    o, lse = (x.reshape(len(row), heads, rows, group, -1).swapaxes(1, 2) for x in found)
-    to = jnp.where(valid, row, m).ravel()
-    nothing = jnp.zeros((m, query_heads, v_size), q.dtype), jnp.zeros((m, query_heads), jnp.float32)
-    o, lse = (
-        x.at[to].set(y.reshape(-1, *x.shape[1:]), mode="drop") for x, y in zip(nothing, (o, lse), strict=True)
-    )
-    return o, lse
 
 
 def _attend(
