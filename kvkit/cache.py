@@ -33,7 +33,7 @@ from kvkit.tiers.base import Tier
 from kvkit.tiers.health import HealthState
 from kvkit.transfer.closing import close
 from kvkit.transfer.counters import Counts
-from kvkit.transfer.layerwise import LayerLoad, LayerStore, Lend
+from kvkit.transfer.layerwise import LayerLoad, LayerStore
 from kvkit.transfer.load import Load, prefetch, read_chunk
 from kvkit.transfer.policy import (
     DEFAULT_REQUEST_POLICY,
@@ -145,7 +145,8 @@ class Cache:
             raise CacheError(f"staging.slots={staging.slots}: a chunk takes {len(layout.groups)}")
         check_narrows(layout, {tier.name: tier.precision for tier in tiers})
         checked = check_policy(policy or Policy.default(self.tiers), self.tiers)
-        self.policy = in_effect(checked, [tier.name for tier in tiers if tier.near and not tier.transient])
+        near = [tier.name for tier in tiers if tier.near and not tier.read_only]
+        self.policy = in_effect(checked, near, [tier.name for tier in tiers if tier.read_only])
         self.staging = staging
         self.timeout_s, self.shutdown_timeout_s = timeout_s, shutdown_timeout_s
         self.namespace_of: SpaceOf = namespace_of or partial(_only_space, namespace)
@@ -294,15 +295,9 @@ class Cache:
         policy: RequestPolicy = DEFAULT_REQUEST_POLICY,
     ) -> LayerStore:
         """Run `store` one layer at a time, as the engine completes layers. Raises the errors of `store`."""
-        return self.store_chunk_layers(self.chunks(tokens, namespace, policy), pages)
-
-    def store_chunk_layers(
-        self, chunks: Chunks, pages: AllPages, to: Sequence[str] | None = None, lend: Lend | None = None
-    ) -> LayerStore:
-        """Run `store_layers` for `chunks`, in slots from `lend` if given; `pages` hold only these chunks."""
-        self._fork_guard.check()
+        chunks = self.chunks(tokens, namespace, policy)
         pages = check_pages(pages, chunks, len(chunks), self.layout)
-        return LayerStore(self._puts, chunks, pages, self._targets(to, chunks), lend)
+        return LayerStore(self._puts, chunks, pages, self._targets(None, chunks))
 
     @property
     def prefetch_chunks(self) -> int:
@@ -543,6 +538,11 @@ class Cache:
 
     def __exit__(self, *_: object) -> None:
         self.close()
+
+    @property
+    def writes(self) -> WritePipeline:
+        """The write pipeline, for records that are sent elsewhere: its slots, counters and flushes."""
+        return self._puts
 
     @property
     def _puts(self) -> WritePipeline:

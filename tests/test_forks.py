@@ -78,7 +78,6 @@ def test_whatever_is_asked_of_a_cache_in_a_fork_is_refused(cache: Cache) -> None
         "load_async": (hit, PLACES),
         "load_layers": (hit, PLACES),
         "store_layers": (TOKENS, PLACES),
-        "store_chunk_layers": (hit.chunks, PLACES),
         "prefetch": (TOKENS,),
         "get_non_blocking": (TOKENS, 0),
         "store": (TOKENS, PLACES),

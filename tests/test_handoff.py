@@ -39,11 +39,11 @@ def test_records_arrive(node: Node, sender: Sender, slots: Staging, transport: s
     for number in range(3):
         transfer = sender.open(f"t{number}", address(node, transport), names, LONG_S)
         assert transfer.admitted.result(LONG_S) == 6
-        assert sender.count_unneeded(names) == 0
+        assert sender.unsent(names) == {*names}
         send(sender, slots, names[::-1])
         assert transfer.done.result(LONG_S) == 0
         assert_holds(node.tier, names)
-        assert sender.count_unneeded(names) == 6
+        assert sender.unsent(names) == set()
         node.receiver.check_integrity()
         node.receiver.release(transfer.id)
         assert node.tier.match_prefix(names) == 0
@@ -157,12 +157,12 @@ def test_nothing_is_put_before_there_is_room(node: Node, sender: Sender, slots: 
     first.admitted.result(LONG_S)
     names = record_names(2)
     second = sender.open("second", node.unix, names, LONG_S)
-    assert sender.count_unneeded(names) == 2
+    assert sender.unsent(names) == set()
     send(sender, slots, names)
     assert slots.free == slots.slots
     sender.cancel("first")
     assert second.admitted.result(LONG_S) == 2
-    assert sender.count_unneeded(names) == 0
+    assert sender.unsent(names) == {*names}
     send(sender, slots, names)
     assert second.done.result(LONG_S) == 0
 
@@ -353,7 +353,7 @@ def test_futures_complete_without_the_lock(node: Node, sender: Sender, slots: St
     """Who is told that there is room may call the sender, and take its time."""
     names = record_names(2)
     transfer = sender.open("t", node.unix, names, LONG_S)
-    calls: list[Callable[[], object]] = [lambda: sender.count_unneeded(names), sender.transfers]
+    calls: list[Callable[[], object]] = [lambda: sender.unsent(names), sender.transfers]
     transfer.admitted.add_done_callback(lambda _: [call() for call in calls] and None)
     transfer.admitted.add_done_callback(lambda _: send(sender, slots, names))
     assert transfer.done.result(LONG_S) == 0

@@ -18,19 +18,20 @@ from engine import Engine, small_layout, small_namespace
 from handoff_nodes import LONG_S, Speaker
 from pages import on_page
 
-from kvkit.cache import Cache
+from kvkit.cache import Cache, CacheTimeout
 from kvkit.config import load_config, open_cache
 from kvkit.format import record
 from kvkit.format.layout import KVLayout, LayerGroup, Namespace
+from kvkit.handoff.chunk_sender import ChunkSender
 from kvkit.handoff.protocol.messages import Admit, Commit, Data, Done, Reserve
 from kvkit.handoff.receiver import Receiver
 from kvkit.handoff.sender import HandoffError, Sender
 from kvkit.handoff.settings import HandoffConfig, buffer_size, identify, slots_of
 from kvkit.handoff.tier import HandoffTier
 from kvkit.handoff.transport.channel import ChannelError
-from kvkit.tiers.base import Tier
+from kvkit.tiers.base import Tier, TierError
 from kvkit.transfer.policy import Policy
-from kvkit.transfer.sequence import Chunks
+from kvkit.transfer.sequence import AllPages, Chunks
 
 CHUNK = 8
 TOKENS = np.arange(5 * CHUNK, dtype=np.int32)
@@ -81,6 +82,13 @@ def receiver(cache: Cache) -> Receiver:
     return found
 
 
+def send(
+    cache: Cache, tokens: npt.NDArray[np.int32], pages: AllPages, namespace: Namespace | None = None
+) -> int:
+    """Chunks that are sent to the transfers that wait for them."""
+    return ChunkSender(sender(cache), cache.layout, cache.writes).send(cache.chunks(tokens, namespace), pages)
+
+
 def address(cache: Cache) -> str:
     endpoint = handoff(cache).endpoint
     assert endpoint is not None
@@ -110,7 +118,7 @@ def prefill(engine: Engine, decode: Cache, tmp_path: Path) -> Iterator[Cache]:
 
 
 def test_roles(prefill: Cache, decode: Cache) -> None:
-    assert prefill.policy == Policy(("memory", "D"), ("handoff", "memory"), ("memory",))
+    assert prefill.policy == Policy(("memory", "D"), ("memory",), ("memory",)), "nothing is stored to handoff"
     assert decode.policy == Policy(("handoff", "memory"), ("memory",), ("memory",))
     assert handoff(prefill).receiver is None
     assert handoff(decode).sender is None
@@ -121,7 +129,7 @@ def test_prefill_to_decode(engine: Engine, prefill: Cache, decode: Cache) -> Non
     engine.compute(TOKENS, table)
     transfer = sender(prefill).open("t", address(decode), names(engine), LONG_S)
     assert transfer.admitted.result(LONG_S) == 10
-    prefill.store(TOKENS, engine.places(table))
+    send(prefill, TOKENS, engine.places(table))
     assert transfer.done.result(LONG_S) == 0
     engine.wipe()
     hit = decode.lookup(TOKENS)
@@ -136,7 +144,7 @@ def test_prefill_to_decode(engine: Engine, prefill: Cache, decode: Cache) -> Non
 
 
 def test_the_example_of_the_page_runs(engine: Engine, prefill: Cache, decode: Cache) -> None:
-    code = on_page("docs/handoff.md", "transfer = ")
+    code = on_page("docs/handoff.md", "from kvkit.handoff")
     table = engine.table(len(TOKENS))
     engine.compute(TOKENS, table)
     given: dict[str, Any] = {"prefill": prefill, "decode": decode, "tokens": TOKENS}
@@ -226,6 +234,7 @@ def test_chunks_are_sent_as_they_are_computed(engine: Engine, prefill: Cache, de
     transfer.admitted.result(LONG_S)
     for chunks in (2, 4, 5):
         prefill.store(TOKENS[: chunks * CHUNK], engine.places(table))
+        send(prefill, TOKENS[: chunks * CHUNK], engine.places(table))
     assert transfer.done.result(LONG_S) == 0
     assert decode.lookup(TOKENS).tokens == len(TOKENS)
     counted = prefill.counts()
@@ -235,9 +244,8 @@ def test_chunks_are_sent_as_they_are_computed(engine: Engine, prefill: Cache, de
 def test_nothing_is_packed_that_nobody_waits_for(engine: Engine, prefill: Cache) -> None:
     table = engine.table(len(TOKENS))
     engine.compute(TOKENS, table)
-    stored = prefill.store(TOKENS, engine.places(table), to=["handoff"])
-    assert (stored.tokens, stored.new_tokens) == (len(TOKENS), 0)
-    assert prefill.store(TOKENS, engine.places(table)).new_tokens == len(TOKENS)
+    assert send(prefill, TOKENS, engine.places(table)) == 0
+    assert prefill.counts().stored_records["handoff"] == 0
 
 
 def test_decode_to_prefill(engine: Engine, prefill: Cache, decode: Cache) -> None:
@@ -266,7 +274,7 @@ def test_what_decode_holds_is_not_sent(engine: Engine, prefill: Cache, decode: C
     decode.flush()
     transfer = sender(prefill).open("t", address(decode), names(engine), LONG_S)
     assert transfer.admitted.result(LONG_S) == 6
-    prefill.store(TOKENS, engine.places(table))
+    send(prefill, TOKENS, engine.places(table))
     assert transfer.done.result(LONG_S) == 0
     hit = decode.lookup(TOKENS)
     assert hit.by_tier == {"memory": 2 * CHUNK, "handoff": 3 * CHUNK}
@@ -282,7 +290,7 @@ def test_a_damaged_record_is_a_miss_and_its_slot_comes_back(
     engine.compute(TOKENS, table)
     transfer = sender(prefill).open("t", address(decode), names(engine), LONG_S)
     transfer.admitted.result(LONG_S)
-    prefill.store(TOKENS, engine.places(table))
+    send(prefill, TOKENS, engine.places(table))
     transfer.done.result(LONG_S)
     lease = handoff(decode).borrow(names(engine)[7])
     assert lease is not None
@@ -329,7 +337,7 @@ def test_adapters_and_salts_share_a_node(
     wanted = Chunks.of(TOKENS, engine.layout, mine).names
     transfer = sender(prefill).open("t", address(decode), wanted, LONG_S)
     transfer.admitted.result(LONG_S)
-    prefill.store(TOKENS, engine.places(table), mine)
+    send(prefill, TOKENS, engine.places(table), mine)
     transfer.done.result(LONG_S)
     assert decode.lookup(TOKENS, mine).tokens == len(TOKENS)
     assert decode.lookup(TOKENS).tokens == 0
@@ -343,7 +351,42 @@ def test_staging_only_leaves_handoff_alone(engine: Engine, tmp_path: Path) -> No
         policy={"staging_only": True},
     )
     with open_cache(config, engine.layout, engine.namespace) as cache:
-        assert cache.policy == Policy((), ("handoff",), (), staging_only=True)
+        assert cache.policy == Policy((), (), (), staging_only=True)
+
+
+def test_staging_only_reads_what_was_handed_off(engine: Engine, tmp_path: Path) -> None:
+    config = load_config(
+        chunk_tokens=CHUNK,
+        tiers={"memory": {"capacity": "256KiB"}},
+        handoff={"role": "decode", "listen": [f"unix://{tmp_path}/sockets/d"], "buffer": "256KiB"},
+        policy={"staging_only": True},
+    )
+    with open_cache(config, engine.layout, engine.namespace) as cache:
+        assert cache.policy == Policy(("handoff",), (), (), staging_only=True)
+
+
+def test_what_is_sent_counts_as_stored_and_a_flush_waits_for_it(
+    engine: Engine, prefill: Cache, decode: Cache, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    table = engine.table(len(TOKENS))
+    engine.compute(TOKENS, table)
+    transfer = sender(prefill).open("t", address(decode), names(engine), LONG_S)
+    transfer.admitted.result(LONG_S)
+    given: list[Any] = []
+    monkeypatch.setattr(Sender, "put", lambda self, *arguments: given.append(arguments))
+    assert send(prefill, TOKENS, engine.places(table)) == 5
+    monkeypatch.undo()
+    ((sent, _, on_complete),) = given
+    assert sent == names(engine)
+    with pytest.raises(CacheTimeout, match="10 puts are still in flight"):
+        prefill.flush(0.0)
+    on_complete(sent[0], TierError("not sent"))
+    for name in sent[1:]:
+        on_complete(name, None)
+    prefill.flush(0.0)
+    counts = prefill.counts()
+    assert (counts.stored_records["handoff"], counts.write_errors["handoff"]) == (9, 1)
+    assert counts.seconds["handoff", "put"].count == 1
 
 
 @pytest.mark.parametrize("tokens", [1, 2, 4, 5, 6, 15, 16, 17, 18, 31, 32, 49, 100])
@@ -383,7 +426,7 @@ def test_nodes_of_several_hosts_use_tls(engine: Engine, tmp_path: Path) -> None:
         engine.compute(TOKENS, table)
         transfer = sender(prefill).open("t", address(decode), names(engine), LONG_S)
         transfer.admitted.result(LONG_S)
-        prefill.store(TOKENS, engine.places(table))
+        send(prefill, TOKENS, engine.places(table))
         transfer.done.result(LONG_S)
         assert decode.lookup(TOKENS).tokens == len(TOKENS)
         with node("prefill", "stranger") as other:

@@ -20,6 +20,7 @@ from waiting import wait_for
 
 from kvkit.format.layout import KVLayout, LayerGroup, Namespace, heads_of
 from kvkit.handoff import ranks as ranks_module
+from kvkit.handoff.chunk_sender import ChunkSender
 from kvkit.handoff.prompt import Prompts
 from kvkit.handoff.protocol.messages import MAX_RANKS
 from kvkit.handoff.protocol.states import Phase, RequestRef
@@ -203,7 +204,14 @@ def prefill(caplog: pytest.LogCaptureFixture) -> Iterator[Prefill]:
     identity = identify(engine.layout, engine.namespace, b"of the tests")
     sender = Sender(identity, timeout_s=LONG_S, transfer_s=LONG_S, max_ranks=16)
     with new_cache(engine, new_staging(engine, 8), [HandoffTier(None, sender)]) as cache:
-        prompts = Prompts(cache, sender, shared=(), block_tokens=4, allocation_s=LONG_S, wake=lambda _: None)
+        prompts = Prompts(
+            ChunkSender(sender, cache.layout, cache.writes),
+            cache.namespace,
+            held=None,
+            block_tokens=4,
+            allocation_s=LONG_S,
+            wake=lambda _: None,
+        )
         yield Prefill(prompts, sender, identity, engine)
         prompts.close(LONG_S)
 
@@ -241,7 +249,7 @@ def test_a_step_does_not_wait_for_what_a_peer_s_ranks_cost(
         assert go_on.wait(LONG_S)
         return shares(*given)
 
-    monkeypatch.setattr("kvkit.handoff.prompt.shares", slow)
+    monkeypatch.setattr("kvkit.handoff.rank_transfers.shares", slow)
     node = Node(tmp_path, identity=prefill.identity)
     prefill.begin(node.unix)
     assert reckoning.wait(LONG_S)

@@ -1,4 +1,4 @@
-"""Handoff as a tier: what was sent to a node keeps the contract; what nobody waits for is not sent."""
+"""Handoff as a tier: what was sent to a node keeps the contract; nothing is stored."""
 
 from __future__ import annotations
 
@@ -7,13 +7,13 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
-from handoff_nodes import LONG_S, Node, new_sender
+from handoff_nodes import LONG_S, Node, fill, new_sender
 
 from kvkit.handoff.sender import HandoffError
 from kvkit.handoff.tier import HandoffTier
-from kvkit.staging import Lease, Staging
+from kvkit.staging import Lease, Staging, release_all
 from kvkit.tiers.base import OnComplete, TierError, complete
-from kvkit.tiers.testing.contract import SLOT_BYTES, SLOTS, TierContract, put, record_names
+from kvkit.tiers.testing.contract import SLOT_BYTES, SLOTS, Completions, TierContract, put, record_names
 from kvkit.tiers.testing.faulty import Wrapper
 
 
@@ -56,12 +56,24 @@ class TestHandoff(TierContract):
 
 
 @pytest.mark.parametrize("sends", [True, False])
-def test_what_nobody_waits_for_is_done_at_once(staging: Staging, sends: bool) -> None:
+def test_nothing_is_stored(staging: Staging, sends: bool) -> None:
     tier = HandoffTier(None, new_sender() if sends else None)
     names = record_names(3)
-    assert tier.count_unneeded(names) == 3
-    assert put(tier, staging, names) == [None] * 3
+    assert [str(error) for error in put(tier, staging, names)] == [
+        "tier 'handoff' takes only what peers send; nothing is stored there"
+    ] * 3
     assert tier.match_prefix(names) == 0
     tier.close()
+    assert staging.free == staging.slots
+    staging.close()
+
+
+def test_a_record_that_no_transfer_waits_for_is_done_at_once(staging: Staging) -> None:
+    sender, names, sent = new_sender(), record_names(3), Completions()
+    leases = fill(staging, names)
+    sender.put(names, leases, sent)
+    release_all(leases)
+    assert [error for _, error in sent.wait(3)] == [None] * 3
+    sender.close(LONG_S)
     assert staging.free == staging.slots
     staging.close()

@@ -52,10 +52,8 @@ def test_a_tier_named_twice_names_the_setting(setting: str) -> None:
 def test_decode_looks_first_at_what_it_was_sent_and_sends_nothing_itself() -> None:
     prefill, decode = (for_role(role, TIERS, "handoff", ("peer",)) for role in ("prefill", "decode"))
     assert decode == Policy(("handoff", *TIERS, "peer"), TIERS, ("memory",))
-    assert prefill == Policy((*TIERS, "peer"), ("handoff", *TIERS), ("memory",))
-    assert for_role("both", TIERS, "handoff", ()) == Policy(
-        ("handoff", *TIERS), ("handoff", *TIERS), ("memory",)
-    )
+    assert prefill == Policy((*TIERS, "peer"), TIERS, ("memory",))
+    assert for_role("both", TIERS, "handoff", ()) == Policy(("handoff", *TIERS), TIERS, ("memory",))
 
 
 def test_a_request_names_the_tiers_of_its_own() -> None:
@@ -92,7 +90,14 @@ def test_the_ends_of_every_range_are_possible_wishes() -> None:
 
 def test_memory_that_is_only_passed_through_is_no_tier() -> None:
     policy = Policy.default(TIERS)
-    assert in_effect(policy, ("memory",)) is policy
+    assert in_effect(policy, ("memory",)) == policy
     passing = replace(policy, staging_only=True)
     far = ("disk", "nfs")
     assert in_effect(passing, ("memory",)) == Policy(far, far, (), staging_only=True)
+
+
+def test_nothing_is_stored_to_what_can_only_be_read() -> None:
+    policy = Policy(("handoff", *TIERS), ("handoff", *TIERS), ("handoff", "memory"))
+    assert in_effect(policy, ("memory",), ("handoff",)) == Policy(policy.retrieve_from, TIERS, ("memory",))
+    passing = in_effect(replace(policy, staging_only=True), ("memory",), ("handoff",))
+    assert passing == Policy(("handoff", "disk", "nfs"), ("disk", "nfs"), (), staging_only=True)

@@ -21,9 +21,9 @@ from waiting import wait_for
 from kvkit.adapters.engine.lookup_request import LookupAnswer, LookupRequest, Lora, Sequence
 from kvkit.adapters.vllm.step import LoadTask, SaveTask, SendTask, StepMetadata
 from kvkit.handoff.protocol.states import Phase
-from kvkit.staging import release_all
+from kvkit.staging import Lease, release_all
+from kvkit.tiers.base import OnComplete, TierError
 from kvkit.tiers.testing.contract import record_names
-from kvkit.tiers.testing.faulty import Fault
 from kvkit.transfer.policy import RequestPolicy
 
 
@@ -376,15 +376,21 @@ def test_a_prompt_of_more_records_than_are_put_at_a_time_arrives_whole(pair: Pai
     assert (status.phase, status.held) == (Phase.COMMITTED, chunks)
 
 
-def test_what_cannot_be_put_is_missing_and_the_rest_arrives(pair: Pair) -> None:
+def test_what_cannot_be_put_is_missing_and_the_rest_arrives(
+    pair: Pair, monkeypatch: pytest.MonkeyPatch
+) -> None:
     puts: list[str] = []
+    put = pair.prefill.sender.put
 
-    def plan(operation: str, name: str) -> Fault | None:
-        if operation == "put":
+    def put_but_one(names: list[str], leases: list[Lease], on_complete: OnComplete) -> None:
+        for name, lease in zip(names, leases, strict=True):
             puts.append(name)
-        return Fault.FAIL if operation == "put" and len(puts) == 2 else None
+            if len(puts) == 2:
+                on_complete(name, TierError("no second record is sent"))
+            else:
+                put([name], [lease], on_complete)
 
-    pair.prefill.wrap("handoff", plan)
+    monkeypatch.setattr(pair.prefill.sender, "put", put_but_one)
     pair.finish(*pair.prefill.step(("a",), sends=[pair.send()]))
     status = pair.receiver.wait("t", DEADLINE_S)
     assert status is not None
@@ -395,7 +401,7 @@ def test_what_cannot_be_put_is_missing_and_the_rest_arrives(pair: Pair) -> None:
 def test_a_step_that_waits_returns_when_all_it_computed_has_arrived(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("kvkit.handoff.prompt.ROOM_S", DEADLINE_S)
+    monkeypatch.setattr("kvkit.handoff.prompt.ADMISSION_S", DEADLINE_S)
     pair = Pair(tmp_path, send="sync")
     pair.prefill.step(sends=[piece(pair, "a", IDS, 0, CHUNK)])
     assert pair.prefill.stored("handoff") == 1
@@ -412,9 +418,9 @@ def test_a_step_that_waits_does_not_wait_for_room_that_its_own_requests_take(
     pair = Pair(tmp_path, send="sync", handoff_timeout_s=600.0)
     others = record_names(pair.receiver.arena.slots - 5)
     assert pair.prefill.sender.open("others", pair.address, others, DEADLINE_S).admitted.result(DEADLINE_S)
-    monkeypatch.setattr("kvkit.handoff.prompt.ROOM_S", DEADLINE_S)
+    monkeypatch.setattr("kvkit.handoff.prompt.ADMISSION_S", DEADLINE_S)
     pair.prefill.step(sends=[piece(pair, "a", IDS, 0, CHUNK)])
-    monkeypatch.setattr("kvkit.handoff.prompt.ROOM_S", 0.0)
+    monkeypatch.setattr("kvkit.handoff.prompt.ADMISSION_S", 0.0)
     pair.prefill.step(sends=[piece(pair, "b", IDS + 1000, 0, CHUNK)])
     pair.prefill.step(sends=[piece(pair, "a", IDS, CHUNK, len(IDS))])
     assert pair.receiver.transfers()["of-a"] is Phase.COMMITTED

@@ -45,6 +45,7 @@ from kvkit.adapters.vllm.step import (
 from kvkit.cache import Cache, Loaded, Stored
 from kvkit.config import Config, open_cache
 from kvkit.format.layout import KVLayout, Namespace
+from kvkit.handoff.chunk_sender import ChunkSender
 from kvkit.handoff.prompt import PromptPiece, Prompts
 from kvkit.handoff.protocol.messages import HANDOFF
 from kvkit.handoff.tier import HandoffTier
@@ -103,7 +104,7 @@ class Worker:
         self._prefetches = Prefetches(self.cache)
         self._speed = Speed(namespace.chunk_tokens)
         tiers, policy = self.cache.tiers, self.cache.policy
-        self._save_to = tuple(tier for tier in policy.store_to if tier != HANDOFF)
+        self._save_to = policy.store_to
         block_tokens = math.lcm(*(group.block_tokens for group in groups))
         sender, self._receiver, self._prompts = None, None, None
         handoff = tiers.get(HANDOFF)
@@ -112,10 +113,11 @@ class Worker:
         if self._receiver is not None:
             self._receiver.watch(self._wake)
         if sender is not None:
+            shared = [name for name in policy.retrieve_from if tiers[name].scope == "shared"]
             self._prompts = Prompts(
-                self.cache,
-                sender,
-                shared=[name for name in policy.retrieve_from if tiers[name].scope == "shared"],
+                ChunkSender(sender, self.cache.layout, self.cache.writes),
+                self.cache.namespace,
+                held=partial(self.cache.held_async, tiers=shared) if shared else None,
                 block_tokens=block_tokens,
                 allocation_s=settings.handoff_timeout_s,
                 wake=self._wake,
@@ -587,5 +589,5 @@ class Worker:
         self.namespaces.begin(epoch)
         self._stop_using_kv()
         for name, tier in self.cache.tiers.items():
-            if tier.slots or tier.transient:  # in slots of this process
+            if tier.slots or name == HANDOFF:  # in slots of this process
                 self.cache.clear(name)

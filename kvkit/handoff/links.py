@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import ssl
 import threading
+from concurrent.futures import Future
 
+from kvkit.handoff.protocol.messages import Hello
 from kvkit.handoff.transport import addresses
 from kvkit.handoff.transport.channel import ChannelClosed
 from kvkit.handoff.transport.link import Handler, Identity, Link
@@ -56,6 +58,7 @@ class Connections(Links):
         self._timeout_s = timeout_s
         self._tls = tls
         self._by_address: dict[str, Link] = {}
+        self._awaiting_hello: list[tuple[Link, Future[Hello]]] = []
 
     def to(self, address: str) -> Link:
         """Return the link to `address`; opens a new one if there is none or the last one ended.
@@ -79,3 +82,30 @@ class Connections(Links):
                 self._by_address = {a: other for a, other in self._by_address.items() if other.alive}
                 self._by_address[address] = link
             return link
+
+    def hello(self, address: str) -> Future[Hello]:
+        """Connect to `address`; the future returns the peer's hello, or raises what `settle` is given.
+
+        Raises:
+            ChannelError: as for `to`.
+        """
+        future: Future[Hello] = Future()
+        future.set_running_or_notify_cancel()  # its holder cannot cancel it
+        with self._lock:
+            link = self.to(address)
+            if link.peer is None:
+                self._awaiting_hello.append((link, future))
+                return future
+        future.set_result(link.peer)
+        return future
+
+    def settle(self, link: Link, failure: Exception | None) -> None:
+        """Complete the futures of `hello` that wait for this link. `failure`: None if it is connected."""
+        with self._lock:
+            settled = [future for waits, future in self._awaiting_hello if waits is link]
+            self._awaiting_hello = [entry for entry in self._awaiting_hello if entry[0] is not link]
+        for future in settled:  # without the lock: their callbacks may call the owner
+            if failure is not None:
+                future.set_exception(failure)
+            elif link.peer is not None:
+                future.set_result(link.peer)

@@ -20,7 +20,16 @@ from kvkit.handoff.transport import addresses
 from kvkit.handoff.transport.channel import ChannelError
 from kvkit.handoff.transport.link import Handler, Identity, Link
 from kvkit.staging import Lease
-from kvkit.tiers.base import DamagedObject, OnComplete, Ranges, Tier, TierError, complete, copy_ranges
+from kvkit.tiers.base import (
+    DamagedObject,
+    OnComplete,
+    Ranges,
+    Tier,
+    TierError,
+    complete,
+    copy_ranges,
+    refuse_puts,
+)
 
 
 @dataclass(eq=False, slots=True)
@@ -51,6 +60,8 @@ class PeerTier(Tier, Handler):
     Raises:
         ValueError: `address` is invalid or needs a secret and has none, or `name` is no valid peer name.
     """
+
+    read_only = True
 
     def __init__(
         self,
@@ -100,9 +111,7 @@ class PeerTier(Tier, Handler):
             self._get(names[start : start + MAX_NAMES], leases[start : start + MAX_NAMES], on_complete)
 
     def put(self, names: Sequence[str], leases: Sequence[Lease], on_complete: OnComplete) -> None:
-        for name, lease in zip(names, leases, strict=True):
-            error = TierError(f"tier {self.name!r} is another node's memory: nothing is stored there")
-            complete(on_complete, name, lease.share(), error)
+        refuse_puts(self, "is another node's memory: nothing is stored there", names, leases, on_complete)
 
     def delete(self, names: Sequence[str]) -> None:
         pass

@@ -135,7 +135,6 @@ class Sender(Handler):
         self._links = Connections(self, identity, timeout_s=timeout_s, tls=tls)
         self._open: dict[str, Sending] = {}
         self._packing: set[Sending] = set()
-        self._meeting: list[tuple[Link, Future[Hello]]] = []
         self._settled: deque[Callable[[], None]] = deque()
         self._changed = threading.Condition()
         self._closed = False
@@ -187,7 +186,7 @@ class Sender(Handler):
             self._deadlines.changed()
             return sending
 
-    def meet(self, address: str) -> Future[Hello]:
+    def connect(self, address: str) -> Future[Hello]:
         """Connect to the node at `address`; the future returns its hello, or raises `HandoffError`.
 
         Raises:
@@ -195,25 +194,17 @@ class Sender(Handler):
             ValueError: `address` is invalid, or needs a secret and has none.
         """
         addresses.check_secret(address, self._has_secret)
-        with self._changed:
-            if self._closed:
-                raise HandoffError(f"{address}: the sender is closed")
-            try:
-                link = self._links.to(address)
-            except ChannelError as error:
-                raise HandoffError(str(error)) from error
-            met: Future[Hello] = _running()
-            if link.peer is None:
-                self._meeting.append((link, met))
-            else:
-                met.set_result(link.peer)
-            return met
+        if self._closed:
+            raise HandoffError(f"{address}: the sender is closed")
+        try:
+            return self._links.hello(address)
+        except ChannelError as error:
+            raise HandoffError(str(error)) from error
 
-    def count_unneeded(self, names: Sequence[str]) -> int:
-        """Return the length of the leading run of `names` that no transfer waits for."""
+    def unsent(self, names: Sequence[str]) -> set[str]:
+        """Return those of `names` that a transfer waits for."""
         with self._changed:
-            wanted = [entry.state.unsent for entry in self._open.values() if entry.state.unsent]
-        return next((i for i, name in enumerate(names) if any(name in w for w in wanted)), len(names))
+            return {n for n in names if any(n in entry.state.unsent for entry in self._open.values())}
 
     def lend(self, sendings: Collection[Sending], names: Sequence[str]) -> RemoteSlots | None:
         """Borrow slots of receivers to make the records `names` in, each of the first transfer that lacks it.
@@ -290,7 +281,7 @@ class Sender(Handler):
                 f"{self._max_ranks}"
             )
         log.info("handoff: connected to %s", link)
-        self._met(link, lambda met: met.set_result(link.peer))
+        self._links.settle(link, None)
 
     def received(self, link: Link, message: messages.AnyMessage) -> None:
         match message:
@@ -315,14 +306,8 @@ class Sender(Handler):
             lost = [entry for entry in self._open.values() if entry.link is link]
             for entry in lost:
                 self._step(entry, outgoing.refused(entry.state, f"the receiver is gone: {error}"))
-        self._met(link, lambda met: met.set_exception(HandoffError(f"no receiver: {error}")))
-
-    def _met(self, link: Link, tell: Callable[[Future[Any]], None]) -> None:
-        """Complete the futures of `meet` that wait for this link's peer."""
-        with self._changed:
-            self._settled.extend(partial(tell, met) for waits, met in self._meeting if waits is link)
-            self._meeting = [waiting for waiting in self._meeting if waiting[0] is not link]
         self._settle()
+        self._links.settle(link, HandoffError(f"no receiver: {error}"))
 
     def _event(self, transfer: str, event: Callable[[Outgoing], Sent], link: Link | None = None) -> bool:
         """Apply an event to a transfer; return whether the transfer is known, and of this link."""

@@ -1,4 +1,4 @@
-"""Handoff as a tier."""
+"""Records received by handoff, as a tier."""
 
 from __future__ import annotations
 
@@ -9,14 +9,13 @@ from kvkit.handoff.protocol.messages import HANDOFF
 from kvkit.handoff.receiver import Receiver
 from kvkit.handoff.sender import Sender
 from kvkit.staging import Lease
-from kvkit.tiers.base import OnComplete, Tier, complete, get_by_copy
+from kvkit.tiers.base import OnComplete, Tier, get_by_copy, refuse_puts
 
 
 class HandoffTier(Tier):
-    """Both sides of handoff as one tier.
+    """The records in the receiver's buffer as a read-only tier, which owns both sides of handoff.
 
-    Reads come from the receiver's buffer, and `borrow` shares its slots. `put` sends records to the open
-    transfers that wait for them; it keeps nothing, and does nothing if no transfer waits.
+    `borrow` shares the buffer's slots. Records are sent by `kvkit.handoff.chunk_sender.ChunkSender`.
 
     Args:
         receiver, sender: the sides that this node takes part in.
@@ -25,7 +24,7 @@ class HandoffTier(Tier):
     """
 
     near = True
-    transient = True
+    read_only = True
 
     def __init__(
         self,
@@ -44,9 +43,6 @@ class HandoffTier(Tier):
     def match_prefix(self, names: Sequence[str]) -> int:
         return 0 if self.receiver is None else self.receiver.match_prefix(names)
 
-    def count_unneeded(self, names: Sequence[str]) -> int:
-        return len(names) if self.sender is None else self.sender.count_unneeded(names)
-
     def borrow(self, name: str) -> Lease | None:
         return None if self.receiver is None else self.receiver.borrow(name)
 
@@ -54,11 +50,7 @@ class HandoffTier(Tier):
         get_by_copy(self, names, leases, on_complete)
 
     def put(self, names: Sequence[str], leases: Sequence[Lease], on_complete: OnComplete) -> None:
-        if self.sender is not None:
-            self.sender.put(names, leases, on_complete)
-            return
-        for name, lease in zip(names, leases, strict=True):
-            complete(on_complete, name, lease.share(), None)
+        refuse_puts(self, "takes only what peers send; nothing is stored there", names, leases, on_complete)
 
     def delete(self, names: Sequence[str]) -> None:
         if self.receiver is not None:

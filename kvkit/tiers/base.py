@@ -92,7 +92,7 @@ class Tier(ABC):
         near: True if its records are in this host's memory already, so that a copy in another tier gains
             nothing.
         common: True if each rank of an engine on this host finds the records that any other rank puts.
-        transient: True if it holds only records in transfer, so that `staging_only` does not apply to it.
+        read_only: True if its records arrive in another way than `put`, which refuses every record.
         reads_at_once: number of records that it reads in parallel; further reads wait.
         reads_parts: True if `get_ranges` moves only the requested bytes.
         slots: number of staging slots that its records may occupy.
@@ -107,7 +107,7 @@ class Tier(ABC):
     precision: Precision | None = None
     near: bool = False
     common: bool = False
-    transient: bool = False
+    read_only: bool = False
     reads_at_once: int = 32
     reads_parts: bool = False
     slots: int = 0
@@ -123,10 +123,6 @@ class Tier(ABC):
     @abstractmethod
     def match_prefix(self, names: Sequence[str]) -> int:
         """Return the length of the leading run of `names` that is held. Reads no payload."""
-
-    def count_unneeded(self, names: Sequence[str]) -> int:
-        """Return the length of the leading run of `names` that need not be put; by default `match_prefix`."""
-        return self.match_prefix(names)
 
     @abstractmethod
     def get(self, names: Sequence[str], leases: Sequence[Lease], on_complete: OnComplete) -> None:
@@ -316,6 +312,14 @@ class ThreadedTier(Tier):
 
     def _put_one(self, name: str, lease: Lease) -> None:
         self.write(name, lease.buffer[: lease.used])
+
+
+def refuse_puts(
+    tier: Tier, why: str, names: Sequence[str], leases: Sequence[Lease], on_complete: OnComplete
+) -> None:
+    """Complete each put of a read-only tier with a TierError that states `why`."""
+    for name, lease in zip(names, leases, strict=True):
+        complete(on_complete, name, lease.share(), TierError(f"tier {tier.name!r} {why}"))
 
 
 def start_moves(

@@ -19,7 +19,7 @@ import logging
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from collections.abc import Generator, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
@@ -45,8 +45,6 @@ LAYERS_AHEAD = 3
 """Layers that are read ahead while one is used."""
 
 Piece = npt.NDArray[np.uint8]
-Lend = Callable[[Sequence[str]], Sequence[Lease]]
-"""Leases slots for records of these names, in this order; may return none."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -397,41 +395,38 @@ class LayerLoad:
         release_all(gone)
 
 
-class LayerStore:
-    """A store that packs layers one after another. A context manager that finishes the store.
-
-    Entering leases the slots; the last chunks are left out if there are too few.
+class LayerPacker:
+    """Packs chunks into slots one layer after another, and seals the records.
 
     Args:
-        lend: source of the slots; None: the staging memory.
+        pages: pages of `chunks`, one entry per layer group.
+        numbers: chunks to pack, ascending.
+        leases: their slots, groups side by side.
 
     Attributes:
-        stored: what was stored, set when the context ends.
         left: layers still to be packed, in model order.
+
+    Raises:
+        CacheError: a group has states.
     """
 
     def __init__(
         self,
-        puts: WritePipeline,
         chunks: Chunks,
         pages: Sequence[SequencePages],
-        targets: Sequence[str],
-        lend: Lend | None = None,
+        numbers: Sequence[int],
+        leases: Sequence[Lease],
     ) -> None:
-        self._puts = puts
-        self._chunks = chunks
+        self.chunks = chunks
+        self.numbers = numbers
+        self.leases = leases
         self._pages = pages
-        self._targets = targets
-        self._lend = lend
         self._layers: dict[int, list[_Layer]] = {}
         for layer in layers_of(pages):
             self._layers.setdefault(layer.number, []).append(layer)
-        self.stored = Stored(0, 0)
-        self._plan = StorePlan()
         self.left = list(self._layers)
-        self._leases: Sequence[Lease] = []
-        self._sums: list[list[int]] = []
-        self._sealed = False
+        forms = itertools.cycle(chunks.formats)
+        self._sums = [[0] * form.shape[0] for _, form in zip(leases, forms, strict=False)]
 
     def layer(self, number: int) -> None:
         """Pack a layer of the model with complete KV. Its pages may change when this returns.
@@ -439,13 +434,13 @@ class LayerStore:
         Raises:
             KeyError: the model has no such layer.
         """
-        layers, groups = self._layers[number], self._chunks.groups
-        for layer in layers if self._leases else ():
-            leases = self._leases[layer.group :: groups]
-            form = self._chunks.formats[layer.group]
+        layers, groups = self._layers[number], self.chunks.groups
+        for layer in layers if self.leases else ():
+            leases = self.leases[layer.group :: groups]
+            form = self.chunks.formats[layer.group]
             offset, size = record.layer_range(form, layer.place)
             pieces = [lease.array[offset : offset + size] for lease in leases]
-            rows = self._pages[layer.group].rows(form, self._plan.start, len(leases))
+            rows = self._pages[layer.group].rows_of(form, self.numbers)
             clear_gaps(rows, pieces)
             pack(layer.pages, pieces, **rows)
             for sums, piece in zip(self._sums[layer.group :: groups], pieces, strict=True):
@@ -455,54 +450,65 @@ class LayerStore:
 
     def seal(self) -> None:
         """Seal the records, once all layers are packed."""
-        seal(self._chunks, self._numbers, self._leases, self._sums)
-        self._sealed = True
+        seal(self.chunks, self.numbers, self.leases, self._sums)
+
+
+class LayerStore:
+    """A store that packs layers one after another. A context manager that finishes the store.
+
+    Entering leases the slots; the last chunks are left out if there are too few.
+
+    Attributes:
+        stored: what was stored, set when the context ends.
+    """
+
+    def __init__(
+        self, puts: WritePipeline, chunks: Chunks, pages: Sequence[SequencePages], targets: Sequence[str]
+    ) -> None:
+        self._puts = puts
+        self._chunks = chunks
+        self._pages = pages
+        self._targets = targets
+        self.stored = Stored(0, 0)
+        self._plan = StorePlan()
+        self._packer = LayerPacker(chunks, pages, (), ())
 
     @property
-    def _numbers(self) -> Sequence[int]:
-        """The chunks that have slots."""
-        first = self._plan.start
-        return range(first, first + len(self._leases) // self._chunks.groups)
+    def left(self) -> Sequence[int]:
+        """Layers still to be packed, in model order."""
+        return self._packer.left
 
-    def open(self) -> None:
-        """Lease the slots."""
-        tiers, groups = self._puts.tiers, self._chunks.groups
-        self.left = list(self._layers)
-        self._plan = self._puts.plan(self._chunks, self._targets)
-        names = self._chunks.records(self._plan.start, self._plan.stop)
-        if names and self._lend is not None:
-            self._leases = self._lend(names)
-        elif names:
-            most = min(len(names), tiers.staging.slots // groups * groups)
-            try:
-                self._leases = tiers.staging.acquire(most, tiers.timeout_s, at_least=groups)
-            except StagingTimeout as error:
-                log.warning("layer store: nothing is stored: %s", error)
-        forms = itertools.cycle(self._chunks.formats)
-        self._sums = [[0] * form.shape[0] for _, form in zip(self._leases, forms, strict=False)]
-        self._sealed = False
-
-    def close(self, complete: bool) -> None:
-        """Seal the records and start putting them if `complete` and all layers are packed."""
-        leases, stored = self._leases, 0
-        try:
-            if complete and not self.left and leases:
-                if not self._sealed:
-                    self.seal()
-                numbers = self._numbers
-                stored = len(self._puts.put(self._plan.segments, self._chunks, numbers, leases))
-        finally:
-            self._leases = []
-            release_all(leases)
-        size = self._chunks.chunk_tokens
-        self.stored = Stored(len(self._chunks) * size, stored * size)
+    def layer(self, number: int) -> None:
+        """Pack a layer of the model, as `LayerPacker.layer`."""
+        self._packer.layer(number)
 
     def __enter__(self) -> LayerStore:
-        self.open()
+        tiers, groups = self._puts.tiers, self._chunks.groups
+        self._plan = plan = self._puts.plan(self._chunks, self._targets)
+        most = min((plan.stop - plan.start) * groups, tiers.staging.slots // groups * groups)
+        leases: Sequence[Lease] = ()
+        try:
+            if most:
+                leases = tiers.staging.acquire(most, tiers.timeout_s, at_least=groups)
+        except StagingTimeout as error:
+            log.warning("layer store: nothing is stored: %s", error)
+        numbers = range(plan.start, plan.start + len(leases) // groups)
+        self._packer = LayerPacker(self._chunks, self._pages, numbers, leases)
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
-        self.close(complete=kind is None)
+        """Seal the records and start putting them if all layers are packed."""
+        packer, stored = self._packer, 0
+        try:
+            if kind is None and packer.leases and not packer.left:
+                packer.seal()
+                segments = self._plan.segments
+                stored = len(self._puts.put(segments, self._chunks, packer.numbers, packer.leases))
+        finally:
+            release_all(packer.leases)
+            packer.leases = ()
+        size = self._chunks.chunk_tokens
+        self.stored = Stored(len(self._chunks) * size, stored * size)
 
 
 def layers_of(pages: Sequence[SequencePages]) -> list[_Layer]:

@@ -83,33 +83,34 @@ DEFAULT_REQUEST_POLICY = RequestPolicy()
 def for_role(role: Role, tiers: Sequence[str], handoff: str, peers: Sequence[str]) -> Policy:
     """Return the default policy of a node that takes part in handoff.
 
-    Prefill sends its chunks to waiting peers and stores them; it retrieves generated tokens from peers.
-    Decode retrieves first what was sent to it, and stores prompts and answers. Nothing is stored at a peer.
+    Prefill stores its chunks, and retrieves generated tokens from peers. Decode retrieves first what was sent
+    to it, and stores prompts and answers. Nothing is stored at a peer: sending is no store.
 
     Args:
         tiers: this node's and shared tiers, in lookup order.
-        handoff: the handoff tier, for both sending and receiving.
+        handoff: the tier of received records.
         peers: tiers in other nodes' memory, asked last.
     """
     return Policy(
         retrieve_from=(*([] if role == "prefill" else [handoff]), *tiers, *peers),
-        store_to=(*([] if role == "decode" else [handoff]), *tiers),
+        store_to=tuple(tiers),
         write_back_to=tuple(tiers[:1]),
     )
 
 
-def in_effect(policy: Policy, near: Collection[str]) -> Policy:
-    """Return `policy` without `near` tiers and write-backs if it is `staging_only`.
+def in_effect(policy: Policy, near: Collection[str], read_only: Collection[str] = ()) -> Policy:
+    """Return `policy` without puts into read-only tiers; if `staging_only`, without `near` and write-backs.
 
     Args:
         near: tiers that keep records in host memory.
+        read_only: tiers that take no puts.
     """
-    if not policy.staging_only:
-        return policy
-    return Policy(
+    near, back = (near, ()) if policy.staging_only else ((), policy.write_back_to)
+    return replace(
+        policy,
         retrieve_from=tuple(t for t in policy.retrieve_from if t not in near),
-        store_to=tuple(t for t in policy.store_to if t not in near),
-        staging_only=True,
+        store_to=tuple(t for t in policy.store_to if t not in (*near, *read_only)),
+        write_back_to=tuple(t for t in back if t not in read_only),
     )
 
 

@@ -119,7 +119,7 @@ class Store:
                     with transfer.pages:
                         if transfer.stopped:
                             break
-                        self._pack(numbers, leases)
+                        pack_records(chunks, self.pages, numbers, leases, self.after)
                     # 5. put
                     stored |= self.puts.put(lacking, chunks, numbers, leases, self.pending)
                     stored |= self.puts.put(unknown, chunks, numbers, leases, self.pending, asks=True)
@@ -150,15 +150,26 @@ class Store:
             )
             return []
 
-    def _pack(self, numbers: Sequence[int], leases: Sequence[Lease]) -> None:
-        """Pack chunks into slots, groups side by side, and seal the records."""
-        chunks = self.chunks
-        for g, (form, group) in enumerate(zip(chunks.formats, self.pages[: chunks.groups], strict=True)):
-            payloads = [record.payload(form, lease.array) for lease in leases[g :: chunks.groups]]
-            rows = group.rows_of(form, numbers)
-            clear_gaps(rows, payloads)
-            pack(group.pages, payloads, **rows, after=self.after)
-        seal(chunks, numbers, leases)
+
+def pack_records(
+    chunks: Chunks,
+    pages: Sequence[SequencePages],
+    numbers: Sequence[int],
+    leases: Sequence[Lease],
+    after: CudaEvents | None = None,
+) -> None:
+    """Pack chunks into slots, groups side by side, and seal the records. Mutates the slots.
+
+    Args:
+        pages: one entry per layer group; more are ignored.
+        after: on a GPU, events to wait for; None: see `pack`.
+    """
+    for g, (form, group) in enumerate(zip(chunks.formats, pages[: chunks.groups], strict=True)):
+        payloads = [record.payload(form, lease.array) for lease in leases[g :: chunks.groups]]
+        rows = group.rows_of(form, numbers)
+        clear_gaps(rows, payloads)
+        pack(group.pages, payloads, **rows, after=after)
+    seal(chunks, numbers, leases)
 
 
 def seal(

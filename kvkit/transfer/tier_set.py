@@ -140,8 +140,7 @@ class TierSet:
     def nearest(self, chunks: Chunks, plan: RetrievePlan) -> RetrievePlan:
         """Return `plan` with chunks that are in host memory by now taken from there. Asks no other tier."""
         sought = for_request(self.policy, chunks.policy).retrieve_from
-        kept = [name for name in sought if self.tiers[name].near and not self.tiers[name].transient]
-        near = [name for name in kept if not self.passed_over(name)]
+        near = [name for name in sought if self.tiers[name].near and not self.passed_over(name)]
         found = RetrievePlan(plan.chunks, approximate=self.approximate)
         for segment in plan.segments:
             if not near or self.tiers[segment.tier].near:
@@ -170,8 +169,8 @@ class TierSet:
         kept = planning.cheapest(planning.cut(plan, first, plan.chunks), load_s, compute_s).chunks
         return plan if first >= plan.chunks else planning.clip(plan, first + kept)
 
-    def ask(self, tier: str, names: Sequence[str], *, to_put: bool = False) -> int:
-        """Count the leading `names` that the tier holds, or that need no put; 0 if it fails.
+    def ask(self, tier: str, names: Sequence[str]) -> int:
+        """Count the leading `names` that the tier holds; 0 if it fails.
 
         Records in quarantine count as missing.
         """
@@ -179,9 +178,7 @@ class TierSet:
         if not sound:
             self.health[tier].answered(time.monotonic())
             return 0
-        run = self._number(
-            tier, lambda asked: asked.count_unneeded(sound) if to_put else asked.match_prefix(sound)
-        )
+        run = self._number(tier, lambda asked: asked.match_prefix(sound))
         self._answered(tier, sound[:run], True)
         self._answered(tier, sound[run : run + 1], False)
         return run

@@ -275,7 +275,7 @@ class WritePipeline:
     def plan(self, chunks: Chunks, targets: Sequence[str]) -> StorePlan:
         """Plan what each of `targets` lacks, except those with an open circuit; describe new arrays there."""
         ask, usable = self.tiers.ask, self.tiers.usable
-        resident = {t: ask(t, chunks.names, to_put=True) // chunks.groups for t in targets if usable(t)}
+        resident = {t: ask(t, chunks.names) // chunks.groups for t in targets if usable(t)}
         for tier, run in resident.items():
             self.tiers.retain(tier, chunks.records(0, run), chunks.policy)
         plan = planning.plan_store(len(chunks), Policy((), tuple(resident)), resident)
@@ -360,7 +360,7 @@ class WritePipeline:
             run = 0
             try:
                 if self.tiers.usable(tier):
-                    run = self.tiers.ask(tier, [put.name for put in puts], to_put=True)
+                    run = self.tiers.ask(tier, [put.name for put in puts])
                 for put in puts[:run]:
                     self._end(put, FileExistsError(f"tier {tier!r} has {put.name}"))
                 if self.tiers.passed_over(tier):

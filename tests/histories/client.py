@@ -21,6 +21,7 @@ from histories.history import HANDOFF, MEMORY, PEER, STORE
 from histories.recorder import Recorder
 from kvkit.cache import Cache
 from kvkit.config import load_config, open_cache
+from kvkit.handoff.chunk_sender import ChunkSender
 from kvkit.handoff.protocol.states import Phase
 from kvkit.handoff.sender import HandoffError
 from kvkit.handoff.tier import HandoffTier
@@ -256,7 +257,7 @@ class Hand:
         self.epoch = f"{self.name}/{self._resets}"
         self.engine.namespace = replace(self.base, revision=f"{self.base.revision}#{self.epoch}")
         for name, tier in self.cache.tiers.items():
-            if tier.slots or tier.transient:
+            if tier.slots or name == HANDOFF:
                 self.clear(name)
         for path in PATHS:
             self.load(path)
@@ -275,6 +276,7 @@ class Hand:
         table = self.engine.table(len(tokens))
         self.engine.compute(tokens, table)
         places = self.engine.places(table)
+        sender = ChunkSender(tier.sender, self.engine.layout, self.cache.writes)
         half = self.chance.randrange(len(chunks))
         op = self.recorder.begin(
             "send", self._labels(path), [HANDOFF], transfer=transfer, peer=self.client.peer()
@@ -284,13 +286,13 @@ class Hand:
             sending = tier.sender.open(transfer, peers["peers"][PEER], chunks.names, HANDOFF_S)
             every = sending.admitted.result(WITHIN_S) == len(chunks)
             if half:
-                self.cache.store(tokens[: half * CHUNK], places, self.engine.namespace, to=[HANDOFF])
+                sender.send(chunks.part(0, half), places)
                 time.sleep(self.chance.uniform(*COMPUTED_S))
             if self.chance.random() < 0.1:
                 tier.sender.cancel(transfer)
             if every:  # else what it has from others may be there before
                 self.recorder.note(op, "last")
-            self.cache.store(tokens, places, self.engine.namespace, to=[HANDOFF])
+            sender.send(chunks, places)
             ok = sending.done.result(WITHIN_S) == 0
         except HandoffError:
             ok = False

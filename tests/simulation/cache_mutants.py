@@ -264,13 +264,13 @@ CACHE_MUTANTS = (
                     with transfer.pages:
                         if transfer.stopped:
                             break
-                        self._pack(numbers, leases)
+                        pack_records(chunks, self.pages, numbers, leases, self.after)
 """,
         """\
                     with transfer.pages:
                         if transfer.stopped:
                             break
-                    self._pack(numbers, leases)
+                    pack_records(chunks, self.pages, numbers, leases, self.after)
 """,
     ),
     # what is seen, and when

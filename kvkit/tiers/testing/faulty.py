@@ -38,7 +38,6 @@ class Wrapper(Tier):
         self.inner.limit(slot_bytes)
 
     match_prefix = _passed_on("match_prefix")
-    count_unneeded = _passed_on("count_unneeded")
     get = _passed_on("get")
     put = _passed_on("put")
     delete = _passed_on("delete")
@@ -75,10 +74,6 @@ class LatencyTier(Wrapper):
     def match_prefix(self, names: Sequence[str]) -> int:
         self._closing.wait(self._run_s)
         return self.inner.match_prefix(names)
-
-    def count_unneeded(self, names: Sequence[str]) -> int:
-        self._closing.wait(self._run_s)
-        return self.inner.count_unneeded(names)
 
     def get(self, names: Sequence[str], leases: Sequence[Lease], on_complete: OnComplete) -> None:
         self._later(self._get_s, partial(self.inner.get, names), leases, on_complete)
@@ -127,8 +122,7 @@ class Fault(StrEnum):
 Plan = Callable[[str, str], Fault | None]
 """(operation, object name) -> the fault, or None. Called from any thread.
 
-Operations: "count" (`match_prefix` and `count_unneeded`, with the first object's name), "get", "put",
-"delete", "size".
+Operations: "count" (`match_prefix`, with the first object's name), "get", "put", "delete", "size".
 """
 
 
@@ -179,11 +173,6 @@ class FaultyTier(Wrapper):
         if names:
             self._meet("count", names[0])
         return self.inner.match_prefix(names)
-
-    def count_unneeded(self, names: Sequence[str]) -> int:
-        if names:
-            self._meet("count", names[0])
-        return self.inner.count_unneeded(names)
 
     def get(self, names: Sequence[str], leases: Sequence[Lease], on_complete: OnComplete) -> None:
         self._move("get", self.inner.get, names, leases, on_complete)
