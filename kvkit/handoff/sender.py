@@ -9,7 +9,7 @@ import time
 from collections import Counter, deque
 from collections.abc import Callable, Collection, Iterator, Sequence
 from concurrent.futures import Future
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -18,7 +18,7 @@ from kvkit.handoff.deadlines import Deadlines
 from kvkit.handoff.links import Connections
 from kvkit.handoff.protocol import messages, outgoing
 from kvkit.handoff.protocol.messages import MAX_DEADLINE_S, MAX_NAMES, Hello, check_id
-from kvkit.handoff.protocol.outgoing import Instruction, Outgoing, Send, Sent, Stage
+from kvkit.handoff.protocol.outgoing import Outgoing, Send, Sent, Stage
 from kvkit.handoff.protocol.states import Outcome, RequestRef, Unexpected
 from kvkit.handoff.transport import addresses
 from kvkit.handoff.transport.channel import ChannelError
@@ -52,9 +52,9 @@ class Sending:
             `Sender.put` send records, and `Sender.lend` give slots.
         done: done when the receiver has everything; returns the number of records that were never put.
         queued: number of records that were put and are not sent yet.
-        packed: by name, the receiver's slots that are borrowed and were neither put nor returned.
-        last: messages that end its writing, held back until `packed` is empty: after them, the receiver gives
-            the slots to others.
+        borrowed: by name, slots of the receiver that are borrowed and were neither put nor returned.
+        held_back: messages that end its writing, held back until nothing is borrowed: after them, the
+            receiver gives the slots to others.
     """
 
     state: Outgoing
@@ -63,12 +63,38 @@ class Sending:
     admitted: Future[int] = field(default_factory=_running)
     done: Future[int] = field(default_factory=_running)
     queued: int = 0
-    packed: dict[str, Lease] = field(default_factory=dict)
-    last: list[messages.Commit | messages.Cancel] = field(default_factory=list)
+    borrowed: dict[str, Lease] = field(default_factory=dict)
+    held_back: list[messages.Commit | messages.Cancel] = field(default_factory=list)
 
     @property
     def id(self) -> str:
         return self.state.id
+
+    def say(self, message: messages.Commit | messages.Cancel) -> None:
+        """Queue a message that ends the writing, or hold it back while slots are borrowed. Mutates."""
+        if self.borrowed:
+            self.held_back.append(message)
+        else:
+            self.link.say(message)
+
+    def give_back(self, name: str) -> None:
+        """Note that nothing more is written into the borrowed slot of a record, if any. Mutates."""
+        self.borrowed.pop(name, None)
+        if not self.borrowed:
+            for message in self.held_back:
+                self.link.say(message)
+            self.held_back.clear()
+
+    def completions(self, before: Stage) -> list[Callable[[], None]]:
+        """Return calls that complete the futures decided by the change from stage `before`."""
+        state, asked = self.state, before is Stage.ASKED
+        if state.stage is not Stage.ENDED:
+            return [partial(self.admitted.set_result, len(state.places))] if asked else []
+        if state.error is None:
+            return [partial(self.done.set_result, state.missing)]
+        error = HandoffError(f"transfer {state.id}: {state.error}")
+        futures = (self.admitted, self.done) if asked else (self.done,)
+        return [partial(future.set_exception, error) for future in futures]
 
 
 @dataclass(frozen=True, slots=True)
@@ -134,8 +160,8 @@ class Sender(Handler):
         self.outcomes: Counter[Outcome] = Counter()
         self._links = Connections(self, identity, timeout_s=timeout_s, tls=tls)
         self._open: dict[str, Sending] = {}
-        self._packing: set[Sending] = set()
-        self._settled: deque[Callable[[], None]] = deque()
+        self._lending: set[Sending] = set()
+        self._completions: deque[Callable[[], None]] = deque()
         self._changed = threading.Condition()
         self._closed = False
         self._deadlines = Deadlines("kvkit-handoff-overdue", self._expire)
@@ -170,7 +196,7 @@ class Sender(Handler):
         with self._changed:
             if self._closed:
                 raise HandoffError(f"transfer {transfer}: the sender is closed")
-            if transfer in self._open or any(entry.id == transfer for entry in self._packing):
+            if transfer in self._open or any(sending.id == transfer for sending in self._lending):
                 raise HandoffError(f"transfer {transfer}: there is one of that name")
             try:
                 link = self._links.to(address)
@@ -204,7 +230,7 @@ class Sender(Handler):
     def unsent(self, names: Sequence[str]) -> set[str]:
         """Return those of `names` that a transfer waits for."""
         with self._changed:
-            return {n for n in names if any(n in entry.state.unsent for entry in self._open.values())}
+            return {n for n in names if any(n in sending.state.unsent for sending in self._open.values())}
 
     def lend(self, sendings: Collection[Sending], names: Sequence[str]) -> RemoteSlots | None:
         """Borrow slots of receivers to make the records `names` in, each of the first transfer that lacks it.
@@ -218,13 +244,14 @@ class Sender(Handler):
         lenders: set[Sending] = set()
         with self._changed:
             for name in names:
-                entry = next((e for e in sendings if name in e.state.unsent and name not in e.packed), None)
-                lease = None if entry is None else self._lend(entry, name)
-                if entry is None or lease is None:
+                lacking = (s for s in sendings if name in s.state.unsent and name not in s.borrowed)
+                sending = next(lacking, None)
+                lease = None if sending is None else self._lend(sending, name)
+                if sending is None or lease is None:
                     release_all(leases)
                     return None
                 leases.append(lease)
-                lenders.add(entry)
+                lenders.add(sending)
         return RemoteSlots(leases, lenders)
 
     def put(self, names: Sequence[str], leases: Sequence[Lease], on_complete: OnComplete) -> None:
@@ -236,26 +263,26 @@ class Sender(Handler):
         for name, lease in zip(names, leases, strict=True):
             record = _Put(name, lease.share(), on_complete)
             with self._changed:
-                for entry in list(self._open.values()):
-                    place = entry.packed.get(name)
-                    if place is None or place.same_slot(lease):
-                        self._packed(entry, name)
-                        self._step(entry, outgoing.put(entry.state, name, time.monotonic()), record)
+                for sending in list(self._open.values()):
+                    borrowed = sending.borrowed.get(name)
+                    if borrowed is None or borrowed.same_slot(lease):
+                        self._give_back(sending, name)
+                        self._adopt(sending, outgoing.put(sending.state, name, time.monotonic()), record)
             self._sent(None, record, None)
-        self._settle()
+        self._complete()
 
     def finish(self, transfer: str) -> None:
         """Finish a transfer: no more records are put for it, and its receiver gets those that were."""
-        self._event(transfer, partial(outgoing.finish, now=time.monotonic()))
+        self._apply(transfer, partial(outgoing.finish, now=time.monotonic()))
 
     def cancel(self, transfer: str, reason: str = "cancelled") -> None:
         """Cancel a transfer. Does nothing if it is over."""
-        self._event(transfer, partial(outgoing.cancelled, reason=reason))
+        self._apply(transfer, partial(outgoing.cancelled, reason=reason))
 
     def transfers(self) -> dict[str, Stage]:
         """Return the stage of every transfer that is not over."""
         with self._changed:
-            return {name: entry.state.stage for name, entry in self._open.items()}
+            return {name: sending.state.stage for name, sending in self._open.items()}
 
     def close(self, timeout_s: float) -> None:
         """Cancel transfers that are not confirmed within `timeout_s` seconds, then end every link."""
@@ -286,15 +313,15 @@ class Sender(Handler):
     def received(self, link: Link, message: messages.AnyMessage) -> None:
         match message:
             case messages.Admit(transfer, slots):
-                self._event(transfer, partial(outgoing.admitted, slots=slots, now=time.monotonic()), link)
+                self._apply(transfer, partial(outgoing.admitted, slots=slots, now=time.monotonic()), link)
             case messages.Done(transfer):
-                self._event(transfer, outgoing.done, link)
+                self._apply(transfer, outgoing.done, link)
             case messages.Refuse(transfer, reason):
-                self._event(transfer, partial(outgoing.refused, reason=reason), link)
+                self._apply(transfer, partial(outgoing.refused, reason=reason), link)
             case messages.Release(transfer, reason):
-                known = self._event(transfer, partial(outgoing.released, reason=reason), link)
+                known = self._apply(transfer, partial(outgoing.released, reason=reason), link)
                 with self._changed:  # answered when nothing is packed for it any more
-                    known = known or any(e.id == transfer and e.link is link for e in self._packing)
+                    known = known or any(e.id == transfer and e.link is link for e in self._lending)
                 if not known:
                     # over on this side: records queued before this answer are written, none after it
                     link.say(messages.Cancel(transfer))
@@ -303,116 +330,101 @@ class Sender(Handler):
 
     def ended(self, link: Link, error: BaseException) -> None:
         with self._changed:
-            lost = [entry for entry in self._open.values() if entry.link is link]
-            for entry in lost:
-                self._step(entry, outgoing.refused(entry.state, f"the receiver is gone: {error}"))
-        self._settle()
+            lost = [sending for sending in self._open.values() if sending.link is link]
+            for sending in lost:
+                self._adopt(sending, outgoing.refused(sending.state, f"the receiver is gone: {error}"))
+        self._complete()
         self._links.settle(link, HandoffError(f"no receiver: {error}"))
 
-    def _event(self, transfer: str, event: Callable[[Outgoing], Sent], link: Link | None = None) -> bool:
+    def _apply(self, transfer: str, event: Callable[[Outgoing], Sent], link: Link | None = None) -> bool:
         """Apply an event to a transfer; return whether the transfer is known, and of this link."""
         with self._changed:
-            entry = self._open.get(transfer)
-            if entry is None or link not in (None, entry.link):
+            sending = self._open.get(transfer)
+            if sending is None or link not in (None, sending.link):
                 return False
-            self._step(entry, event(entry.state))
-        self._settle()
+            self._adopt(sending, event(sending.state))
+        self._complete()
         return True
 
-    def _step(self, entry: Sending, outcome: Sent, record: _Put | None = None) -> None:
+    def _adopt(self, sending: Sending, outcome: Sent, record: _Put | None = None) -> None:
         """Adopt a new state and carry out its steps. The lock is held."""
-        before = entry.state.stage
-        entry.state, steps = outcome
+        before = sending.state.stage
+        sending.state, steps = outcome
         for step in steps:
-            self._say(entry, step, record)
-        if entry.state.stage is before:
+            if isinstance(step, Send):
+                self._send(sending, step, record)
+            else:
+                sending.say(step)
+        state = sending.state
+        if state.stage is before:
             return
-        state, asked = entry.state, before is Stage.ASKED
-        if asked and state.stage is not Stage.ENDED:
-            self._settled.append(partial(entry.admitted.set_result, len(state.places)))
         if state.stage is Stage.ENDED:
             del self._open[state.id]
-            if state.error is None:
-                self.outcomes["done"] += 1
-                self._settled.append(partial(entry.done.set_result, state.missing))
-            else:
-                self.outcomes["refused" if asked else "failed"] += 1
-                error = HandoffError(f"transfer {state.id}: {state.error}")
-                for future in (entry.admitted, entry.done) if asked else (entry.done,):
-                    self._settled.append(partial(future.set_exception, error))
+            failed: Outcome = "refused" if before is Stage.ASKED else "failed"
+            self.outcomes["done" if state.error is None else failed] += 1
+        self._completions.extend(sending.completions(before))
         self._changed.notify_all()
         self._deadlines.changed()
 
-    def _settle(self) -> None:
+    def _complete(self) -> None:
         """Complete futures, without the lock: their callbacks may call the sender."""
-        while True:
-            try:
-                settle = self._settled.popleft()
-            except IndexError:
-                return
-            settle()
+        with suppress(IndexError):  # there are no more
+            while True:
+                self._completions.popleft()()
 
-    def _say(self, entry: Sending, step: Instruction, record: _Put | None) -> None:
-        if not isinstance(step, Send):
-            if entry.packed:
-                entry.last.append(step)
-            else:
-                entry.link.say(step)
-            return
+    def _send(self, sending: Sending, step: Send, record: _Put | None) -> None:
+        """Queue a record for its transfer. The lock is held."""
         assert record is not None
         record.left += 1
-        entry.queued += 1
-        entry.link.send(
-            messages.Data(entry.id, step.index, record.lease.used),
+        sending.queued += 1
+        sending.link.send(
+            messages.Data(sending.id, step.index, record.lease.used),
             record.lease,
             step.slot,
-            lambda: entry.state.stage is not Stage.ENDED,
-            partial(self._sent, entry, record),
+            lambda: sending.state.stage is not Stage.ENDED,
+            partial(self._sent, sending, record),
         )
 
-    def _lend(self, entry: Sending, name: str) -> Lease | None:
+    def _lend(self, sending: Sending, name: str) -> Lease | None:
         """Borrow a receiver's slot. The lock is held."""
 
         def returned() -> None:
             with self._changed:
-                if entry.packed.get(name) is lease:
-                    self._packed(entry, name)
+                if sending.borrowed.get(name) is lease:
+                    self._give_back(sending, name)
 
-        lease = entry.link.lend(entry.state.places[name].slot, returned)
+        lease = sending.link.lend(sending.state.places[name].slot, returned)
         if lease is not None:
-            entry.packed[name] = lease
-            self._packing.add(entry)
+            sending.borrowed[name] = lease
+            self._lending.add(sending)
         return lease
 
-    def _packed(self, entry: Sending, name: str) -> None:
-        """Note that nothing more is written into a record's borrowed slot, if any. The lock is held."""
-        entry.packed.pop(name, None)
-        if not entry.packed:
-            self._packing.discard(entry)
-            for step in entry.last:
-                entry.link.say(step)
-            entry.last.clear()
+    def _give_back(self, sending: Sending, name: str) -> None:
+        """Give back the borrowed slot of a record, if any. The lock is held."""
+        sending.give_back(name)
+        if not sending.borrowed:
+            self._lending.discard(sending)
 
-    def _sent(self, entry: Sending | None, record: _Put, error: BaseException | None) -> None:
+    def _sent(self, sending: Sending | None, record: _Put, error: BaseException | None) -> None:
         """Note that a record was sent to a transfer (None: there are no more), or that its link failed."""
         with self._changed:
             record.left -= 1
             last = not record.left
             if error is not None and record.error is None:
                 record.error = TierError(f"{record.name} was not sent: {error}")
-            if entry is not None:
-                entry.queued -= 1
-            idle = entry is not None and not entry.queued and error is None
+            if sending is not None:
+                sending.queued -= 1
+            idle = sending is not None and not sending.queued and error is None
         if last:
             complete(record.on_complete, record.name, record.lease, record.error)
-        if entry is not None and idle:
-            entry.on_change(entry)
+        if sending is not None and idle:
+            sending.on_change(sending)
 
     def _expire(self, now: float) -> float | None:
         """End transfers past their deadline, and return the next deadline."""
         with self._changed:
-            for entry in list(self._open.values()):
-                self._step(entry, outgoing.overdue(entry.state, now))
-        self._settle()
+            for sending in list(self._open.values()):
+                self._adopt(sending, outgoing.overdue(sending.state, now))
+        self._complete()
         with self._changed:
-            return min((entry.state.deadline for entry in self._open.values()), default=None)
+            return min((sending.state.deadline for sending in self._open.values()), default=None)

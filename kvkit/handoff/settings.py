@@ -223,17 +223,7 @@ def open_handoff(
     receiver, sender, endpoint = None, None, None
     with ExitStack() as opened:
         if config.receives:
-            limits = Limits(config.allocation_timeout_s, config.transfer_timeout_s, config.idle_timeout_s)
-            slots, slot_bytes = buffer_size(config, layout, namespace)
-            log.info(
-                "handoff: a buffer of %d slots of %d bytes, %d chunks: %d bytes of handoff.buffer=%d",
-                slots,
-                slot_bytes,
-                slots // len(layout.groups),
-                slots * slot_bytes,
-                config.buffer,
-            )
-            receiver = Receiver(Staging(slot_bytes, slots, shared=config.shared_memory), limits)
+            receiver = _open_receiver(config, layout, namespace)
             opened.callback(receiver.close, config.shutdown_timeout_s)
         if config.sends:
             sender = Sender(
@@ -261,6 +251,21 @@ def open_handoff(
             )
         opened.pop_all()
     return [HandoffTier(receiver, sender, endpoint, shutdown_s=config.shutdown_timeout_s), *peers]
+
+
+def _open_receiver(config: HandoffConfig, layout: KVLayout, namespace: Namespace) -> Receiver:
+    """Return a receiver with a buffer of its own. Raises the errors of `open_handoff`."""
+    limits = Limits(config.allocation_timeout_s, config.transfer_timeout_s, config.idle_timeout_s)
+    slots, slot_bytes = buffer_size(config, layout, namespace)
+    log.info(
+        "handoff: a buffer of %d slots of %d bytes, %d chunks: %d bytes of handoff.buffer=%d",
+        slots,
+        slot_bytes,
+        slots // len(layout.groups),
+        slots * slot_bytes,
+        config.buffer,
+    )
+    return Receiver(Staging(slot_bytes, slots, shared=config.shared_memory), limits)
 
 
 def identify(layout: KVLayout, namespace: Namespace, secret: bytes) -> Identity:

@@ -261,7 +261,7 @@ class HandoffLife:
             if side.process.dead:
                 continue
             name, staging = side.process.name, side.staging
-            open_ = side.sender._open, side.sender._packing
+            open_ = side.sender._open, side.sender._lending
             self.check(not any(open_), "{} is not done with {}", name, list(side.sender._open))
             self.check(staging.free == staging.slots, "{} has {} slots", name, staging.free)
             for handle in side.handles:

@@ -111,12 +111,12 @@ HANDOFF_MUTANTS = (
         "a release is answered while a record is being made in its slots",
         SENDER,
         """\
-            if entry.packed:
-                entry.last.append(step)
+        if self.borrowed:
+            self.held_back.append(message)
 """,
         """\
-            if entry.packed and not isinstance(step, messages.Cancel):
-                entry.last.append(step)
+        if self.borrowed and not isinstance(message, messages.Cancel):
+            self.held_back.append(message)
 """,
     ),
     planted(
