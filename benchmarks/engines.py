@@ -196,7 +196,7 @@ def _flush(engine: Any, scheduler: Any) -> None:
         engine.step()
     if has_kv_transfer_group():
         worker = get_kv_transfer_group()._worker
-        worker.settle()
+        worker.end_saves()
         worker.cache.flush()
 
 

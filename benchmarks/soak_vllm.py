@@ -266,7 +266,7 @@ def settle(engine: Any, worker: Any) -> None:
     scheduler = engine.engine_core.engine_core.scheduler
     while scheduler.has_requests():
         engine.step()
-    worker.settle()
+    worker.end_saves()
     worker.cache.flush()
 
 

@@ -161,5 +161,5 @@ def layer_numbers(runner: Any) -> dict[str, int]:
     """Which layer of kvkit's layout is which of vLLM's: for an engine's process."""
     from vllm.distributed.kv_transfer import get_kv_transfer_group
 
-    found: dict[str, int] = get_kv_transfer_group()._worker._layers
+    found: dict[str, int] = get_kv_transfer_group()._worker._context.layers
     return found

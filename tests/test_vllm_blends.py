@@ -22,9 +22,8 @@ from waiting import wait_for
 from kvkit.adapters.engine.lookup_request import LookupRequest
 from kvkit.adapters.engine.lookup_request import Sequence as Prompt
 from kvkit.adapters.vllm.blending.blender import BlendedPrompt
-from kvkit.adapters.vllm.blending.executor import BlendExecutor
 from kvkit.adapters.vllm.blending.placing import Placing
-from kvkit.adapters.vllm.step import Arrival, BlendTask, LoadTask, SaveTask
+from kvkit.adapters.vllm.step import Arrival, BlendTask, LoadTask, SaveTask, WorkerReport
 from kvkit.blend.plan import Selection, Span
 from kvkit.format.rope import Rope
 from kvkit.kernels.pages.reference import rotate
@@ -76,30 +75,23 @@ class Blending(Rank):
         h, n, d = np.ix_(range(2), range(BLOCK), range(SIZE))
         order = type("Order", (), {"k": torch.from_numpy((h * BLOCK + n) * 2 * SIZE + d)})
         order.v = order.k + SIZE
-        worker._blends = self.blends = BlendExecutor(
-            worker.cache,
-            self.model,
-            Placing(worker._groups, [order], ROPES),
-            pages=worker._pages,
-            world=world,
-            wake=worker._wake,
-            on_loaded=worker._blend_loaded,
-            on_done=worker._blended,
-        )
+        worker.add_blending(self.model, Placing(worker._context.groups, [order], ROPES))
+        assert worker.blends is not None
+        self.blends = worker.blends
         generator = torch.Generator().manual_seed(0)
         for tensor in self.pages.values():
             tensor.copy_(torch.randn(tensor.shape, generator=generator))
         self.before = {name: tensor.clone() for name, tensor in self.pages.items()}
         for request, ids, blocks in (("p", PREFIX, [1, 2]), ("d", DOCUMENT, [3, 4, 5, 6])):
             self.step(saves=[SaveTask(request, Prompt(ids), 0, (blocks,))])
-        worker.settle()
+        worker.end_saves()
         worker.cache.flush()
         for tensor in self.pages.values():
             tensor.zero_()
 
     def ask(self, prefill: float | None = None, **more: Any) -> tuple[int, tuple[int, ...]]:
         """What a lookup of the prompt finds: leading tokens, and those of the document."""
-        self.worker._lookups.tokens_per_s = lambda: prefill
+        self.worker._loads.lookups.tokens_per_s = lambda: prefill
         lookup = LookupRequest("a", 1, Prompt(IDS), documents=(Prompt(DOCUMENT),), **more)
         self.step(lookups=[lookup], idle=True)
         while not (report := self.worker.report()):
@@ -180,7 +172,7 @@ def test_ranks_go_on_with_what_all_of_them_have(tmp_path: Path, agreed: tuple[in
         arrivals: list[Arrival] = []
         while not arrivals:
             assert rank.step(idle=True)[0] == set()
-            arrivals = (rank.worker.report() or rank.worker._report).arrivals
+            arrivals = (rank.worker.report() or WorkerReport()).arrivals
         assert arrivals == [Arrival("a", 1, 0, CHUNK, (len(DOCUMENT),))]
         assert rank.step(idle=True)[0] == set()
         exact, documents = agreed
@@ -209,7 +201,7 @@ def test_a_request_that_ends_is_told_once_its_blocks_are_touched_no_more(rank: B
 
 
 def test_documents_that_are_computed_sooner_are_not_found(rank: Blending) -> None:
-    rank.blends.speed.note(100, 10.0)  # ten rows a second
+    rank.worker._context.row_speed.note(100, 10.0)  # ten rows a second
     assert rank.ask(prefill=50.0, recomputed=0.1) == (CHUNK, (len(DOCUMENT),))
     assert rank.ask(prefill=50.0, recomputed=0.3) == (CHUNK, (0,))
 

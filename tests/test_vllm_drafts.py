@@ -182,7 +182,7 @@ def test_steps_that_wait_for_a_load_know_of_its_failure_before_drafts_run(tmp_pa
         load = StepMetadata(9, loads=[LoadTask("a", 1, 0, CHUNK, ([7, 8],))], saves=[SAVE])
         before = rank.stored("disk")
         rank.run(load, draft=lambda: told.append(rank.worker.invalid_blocks()))
-        rank.worker.settle()
+        rank.worker.end_saves()
         assert told == [{7, 8}]
         report = rank.worker.report()
         assert report is not None

@@ -19,6 +19,7 @@ from vllm_rank import BLOCK, BLOCKS, CHUNK, DEADLINE_S, IDS, OTHER, TABLE, Pair,
 from waiting import wait_for
 
 from kvkit.adapters.engine.lookup_request import LookupAnswer, LookupRequest, Lora, Sequence
+from kvkit.adapters.vllm.handoff.sends import SendExecutor
 from kvkit.adapters.vllm.step import LoadTask, SaveTask, SendTask, StepMetadata
 from kvkit.handoff.protocol.states import Phase
 from kvkit.staging import Lease, release_all
@@ -226,7 +227,8 @@ def test_what_was_computed_before_there_was_room_is_packed_when_there_is(tmp_pat
     worker.begin(step)
     for name in pair.prefill.pages:
         worker.computed(name)
-    worker._prompts._packers.submit(int).result(DEADLINE_S)  # type: ignore[union-attr]
+    (sends,) = [found for found in worker.capabilities if isinstance(found, SendExecutor)]
+    sends.prompts._packers.submit(int).result(DEADLINE_S)
     pair.prefill.sender.cancel("first")
     worker.save(step)
     pair.finish(*worker.finish({"a"}))
@@ -254,7 +256,7 @@ def test_pages_of_a_step_that_is_not_sent_are_read_no_more(tmp_path: Path, why: 
     if why != "abort":
         worker.save(step)
     if why == "wanted back":
-        worker.vacate()
+        worker.end_reads()
     pair.finish(*worker.finish({"a"}))
     pair.prefill.fill(7.0)
     wait_for(lambda: pair.receiver.transfers() in ({}, {"t": Phase.COMMITTED}))
@@ -480,7 +482,7 @@ def save_beginning(rank: Rank, chunks: int, kept: str) -> None:
     """Store the first chunks of IDS, and have them in one tier alone."""
     rank.fill(3.0)
     rank.step(saves=[SaveTask("b", Sequence(IDS[: chunks * CHUNK]), 0, (TABLE,))])
-    rank.worker.settle()
+    rank.worker.end_saves()
     rank.worker.cache.flush()
     for name in ("memory", "disk", "pool"):
         if name != kept:

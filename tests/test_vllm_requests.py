@@ -112,7 +112,7 @@ def rank(tmp_path: Path) -> Iterator[Rank]:
 def test_a_rank_stores_to_and_loads_from_the_tiers_that_a_request_names(rank: Rank) -> None:
     rank.fill(3.0)
     rank.step(saves=[SaveTask("a", Sequence(IDS), 0, (TABLE,), RequestPolicy(store_to=("disk",)))])
-    rank.worker.settle()
+    rank.worker.end_saves()
     rank.worker.cache.flush()
     assert (rank.stored("memory"), rank.stored("disk")) == (0, 3)
     for number, (tiers, found) in enumerate([(("memory",), 0), (("disk", "memory"), len(IDS))]):

@@ -239,7 +239,7 @@ def test_each_rank_stores_and_loads_what_it_has_of_states(replicated: bool, tmp_
             pages.random_(0, 200, generator=chance)
         saved.append({name: pages.clone() for name, pages in rank.pages.items()})
         rank.step(saves=[SaveTask("a", Sequence(IDS), 0, (TABLE, [-1, 3, 2]))])
-        rank.worker.settle()
+        rank.worker.end_saves()
         rank.worker.cache.flush()
         rank.worker.cache.clear("memory")
         rank.fill(0)

@@ -20,6 +20,7 @@ from waiting import wait_for
 from kvkit.adapters.engine.lookup_request import LookupRequest, Lora, Sequence, TokenIds
 from kvkit.adapters.vllm.loras import Loras
 from kvkit.adapters.vllm.step import LoadTask, PrefetchTask, SaveTask
+from kvkit.adapters.vllm.tiers.prefetching import PrefetchExecutor
 from kvkit.tiers.testing.faulty import Fault
 from kvkit.transfer.sequence import UnknownModel
 from kvkit.workers import Transfer
@@ -59,7 +60,7 @@ def test_nothing_that_rests_on_a_failed_load_is_saved(rank: Rank, tmp_path: Path
     stored = rank.worker.cache.counts().stored_records["disk"]
 
     def saved() -> int:
-        rank.worker.settle()
+        rank.worker.end_saves()
         rank.worker.cache.flush()
         return rank.worker.cache.counts().stored_records["disk"] - stored
 
@@ -78,7 +79,7 @@ def test_a_chunk_that_lacks_a_block_is_not_stored(rank: Rank, blocks: list[int])
     """A padded or a short table: the record would have zeros under the name of the whole chunk."""
     rank.fill(3.0)
     rank.step(saves=[SaveTask("a", Sequence(IDS), 0, (blocks,))])
-    rank.worker.settle()
+    rank.worker.end_saves()
     rank.worker.cache.flush()
     assert (rank.stored("memory"), rank.stored("disk")) == (1, 1)
     assert rank.found() == CHUNK
@@ -89,7 +90,7 @@ def test_a_chunk_that_lacks_a_block_is_not_stored(rank: Rank, blocks: list[int])
 def test_nothing_of_an_adapter_that_is_not_known_is_stored_or_found(rank: Rank) -> None:
     nobody = Sequence(IDS, Lora(1, "org/adapter"))
     rank.step(saves=[SaveTask("a", nobody, 0, (TABLE,))])
-    rank.worker.settle()
+    rank.worker.end_saves()
     rank.worker.cache.flush()
     assert (rank.stored("memory"), rank.stored("disk")) == (0, 0)
     rank.step(lookups=[LookupRequest("a", 1, nobody)], idle=True)
@@ -125,7 +126,7 @@ def test_a_query_is_about_what_a_request_would_find_now(tmp_path: Path) -> None:
     with pytest.raises(UnknownModel, match=r"model = .adapter.: neither served nor an adapter"):
         held("adapter")
     rank.step(saves=[SaveTask("b", adapter, 0, (TABLE,))])
-    rank.worker.settle()
+    rank.worker.end_saves()
     cache.flush()
     before = cache.counts()
     assert [held(), held("base"), held("/models/base")] == [len(IDS)] * 3
@@ -210,7 +211,7 @@ def test_without_adapters_the_base_model_has_any_name(rank: Rank) -> None:
 
 def in_memory(rank: Rank, tokens: TokenIds = IDS) -> int:
     """How many leading tokens of a sequence lie in memory."""
-    return rank.worker.cache.lookup(tokens, rank.worker._namespace, retrieve_from=["memory"]).tokens
+    return rank.worker.cache.lookup(tokens, rank.worker.namespaces.current, retrieve_from=["memory"]).tokens
 
 
 @pytest.mark.parametrize("asked", ["before", "after"])
@@ -223,7 +224,7 @@ def test_what_was_brought_near_is_loaded_from_memory(rank: Rank, asked: str) -> 
     if asked == "before":
         assert rank.found() == len(IDS)
     rank.step(prefetches=[PrefetchTask("a", Sequence(IDS), CHUNK)], idle=True)
-    names = rank.worker.cache.lookup(IDS, rank.worker._namespace).chunks.names
+    names = rank.worker.cache.lookup(IDS, rank.worker.namespaces.current).chunks.names
     wait_for(lambda: rank.worker.cache.tiers["memory"].match_prefix(names[1:]) == 2)
     assert rank.worker.cache.tiers["memory"].match_prefix(names[:1]) == 0
     if asked == "after":
@@ -252,7 +253,7 @@ def test_a_prefetch_that_is_called_off_ends(hasty: Rank) -> None:
     hasty.worker.cache.clear("memory")
     broken: set[str] = set()
     disk = hasty.wrap("disk", lambda op, name: Fault.HANG if op == "get" and name in broken else None)
-    broken.update(hasty.worker.cache.lookup(IDS, hasty.worker._namespace).chunks.names[2:])
+    broken.update(hasty.worker.cache.lookup(IDS, hasty.worker.namespaces.current).chunks.names[2:])
     hasty.step(prefetches=[PrefetchTask("a", Sequence(IDS))], idle=True)
     wait_for(lambda: disk.hanging == 1)
     hasty.step(cancelled_prefetches=["a"], idle=True)
@@ -275,7 +276,7 @@ def test_what_is_brought_near_takes_half_of_the_memory(tmp_path: Path, second: s
     requests = {name: IDS + 1000 * i for i, name in enumerate("abc")}
     for tokens in requests.values():
         rank.step(saves=[SaveTask("s", Sequence(tokens), 0, (TABLE,))])
-        rank.worker.settle()
+        rank.worker.end_saves()
     rank.worker.cache.flush()
     rank.worker.cache.clear("memory")
     assert rank.worker.cache.prefetch_chunks == 5
@@ -295,15 +296,16 @@ def test_what_is_brought_near_takes_half_of_the_memory(tmp_path: Path, second: s
 
 
 def test_a_failed_prefetch_gives_its_room_to_the_next(rank: Rank, monkeypatch: pytest.MonkeyPatch) -> None:
-    prefetches, cache = rank.worker._prefetches, rank.worker.cache
+    cache = rank.worker.cache
+    (prefetches,) = [it.prefetches for it in rank.worker.capabilities if isinstance(it, PrefetchExecutor)]
     room = cache.prefetch_chunks
     failed: Transfer[Any] = Transfer()
     failed.set_exception(OSError("no more threads"))
     monkeypatch.setattr(cache, "prefetch", lambda *_, **__: failed)
     started = [np.full(room * CHUNK, i, np.int32) for i in range(3)]
     for i, tokens in enumerate(started):
-        prefetches.add(str(i), tokens, rank.worker._namespace, 0)
-    prefetches.go_on()
+        prefetches.add(str(i), tokens, rank.worker.namespaces.current, 0)
+    prefetches.start()
     assert all(wanted.move is failed for wanted in prefetches._wanted)
 
 
@@ -340,7 +342,7 @@ def test_pages_come_free_before_a_tier_says_what_it_lacks(hasty: Rank) -> None:
     disk = hasty.wrap("disk", lambda operation, _: Fault.HANG if operation == "count" else None)
     hasty.fill(3.0)
     hasty.step(saves=[SAVE])
-    hasty.worker.settle()
+    hasty.worker.end_saves()
     hasty.fill(0.0)
     assert (hasty.stored("memory"), hasty.stored("disk")) == (3, 0)
     disk.release()
@@ -353,8 +355,8 @@ def test_pages_come_free_before_a_tier_says_what_it_lacks(hasty: Rank) -> None:
 
 
 def test_saves_wait_for_the_forward_however_long(hasty: Rank, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("kvkit.adapters.vllm.worker.SAVE_WAIT_S", 0.0)
-    hasty.worker._patience_s = 0.0
+    monkeypatch.setattr("kvkit.adapters.vllm.tiers.saves.SAVE_WAIT_S", 0.0)
+    hasty.worker._saves._wait_s = 0.0
     forward, settling = threading.Event(), threading.Event()
 
     def forward_done(computed: int) -> Callable[[], object]:
@@ -362,7 +364,7 @@ def test_saves_wait_for_the_forward_however_long(hasty: Rank, monkeypatch: pytes
 
     monkeypatch.setattr(hasty.worker, "_forward_done", forward_done)
     hasty.step(saves=[SAVE])
-    settled = threading.Thread(target=lambda: (settling.set(), hasty.worker.settle()))
+    settled = threading.Thread(target=lambda: (settling.set(), hasty.worker.end_saves()))
     settled.start()
     assert settling.wait(DEADLINE_S)
     forward.set()
@@ -378,7 +380,7 @@ def test_saves_that_no_slot_is_left_for_are_called_off(hasty: Rank) -> None:
     staging.on_shortage(lambda _: waiting.set())
     hasty.step(saves=[SAVE])
     assert waiting.wait(DEADLINE_S)
-    hasty.worker.settle()
+    hasty.worker.end_saves()
     for lease in taken:
         lease.release()
     hasty.worker.cache.flush()

@@ -23,6 +23,7 @@ from waiting import wait_for
 from kvkit.adapters.engine.lookup_request import LookupRequest, Sequence
 from kvkit.adapters.vllm.events import Events, TiersCleared, TierSync
 from kvkit.adapters.vllm.step import LoadTask, SaveTask, WorkerReport
+from kvkit.adapters.vllm.tier_reports import TierReports
 from kvkit.tiers.settings import TierConfig
 
 TIERS = {"memory": TierConfig(capacity=1 << 20), "disk": TierConfig(url="file:///kv")}
@@ -126,7 +127,7 @@ class ToldEngine:
         task = SaveTask(request.request_id, sequence_of(request), 0, (TABLE[: chunks * CHUNK // BLOCK],))
         for rank in self.ranks:
             rank.step(saves=[task], epoch=self._epoch)
-            rank.worker.settle()
+            rank.worker.end_saves()
         self._note(tokens, chunks)
 
     def look_up(self, tokens: list[int], salt: str = "", *, load: bool = False) -> int:
@@ -168,7 +169,7 @@ class ToldEngine:
         while True:
             reports = [rank.worker.report() for rank in self.ranks]
             self.hear(*(report for report in reports if report is not None))
-            if all(rank.worker._listing is None for rank in self.ranks):
+            if not any(lists(rank) for rank in self.ranks):
                 return self.events.take()
 
     def hear(self, *reports: WorkerReport) -> None:
@@ -214,6 +215,11 @@ class ToldEngine:
 
 def sequence_of(request: Request) -> Sequence:
     return Sequence(np.array(request.all_token_ids, np.int32), None, request.cache_salt or "")
+
+
+def lists(rank: Rank) -> bool:
+    """Whether chunks from before the start of a rank are left to report."""
+    return any(part.lists for part in rank.worker.capabilities if isinstance(part, TierReports))
 
 
 def answers(rank: Rank, lookup: LookupRequest, epoch: str) -> WorkerReport:

@@ -224,7 +224,7 @@ class _Served:
         answers = self.llm.generate(given, params, use_tqdm=False, lora_request=adapter)
         self.come_to_rest()
         for worker in _workers():  # the next call finds what this one saved, however busy the machine is
-            worker.settle()
+            worker.end_saves()
             with suppress(CacheTimeout):  # a tier of the test that hangs
                 worker.cache.flush(5.0)
         return [_told(answer, out) for answer in answers for out in answer.outputs]
@@ -257,7 +257,7 @@ class _Served:
     def selected(self) -> list[int]:
         """Which tokens of the newest blend were computed again."""
         (worker,) = _workers()
-        found: list[int] = worker._blends.last.selected.tolist()
+        found: list[int] = worker.blends.last.selected.tolist()
         return found
 
     def free_blocks(self) -> tuple[int, int]:
@@ -302,7 +302,7 @@ class _Served:
 
     def flush(self) -> None:
         for worker in _workers():
-            worker.settle()
+            worker.end_saves()
             worker.cache.flush()
             worker.cache.check_integrity()
 

@@ -91,7 +91,7 @@ class Rank:
         fields: dict[str, Any] = {"rank": number, "world": world, "ranks_share": share, "draft": draft}
         namespace = config.namespace(layout, model="m", dtype="float32", **fields)
         self.worker = Worker(
-            config, settings, layout, where, namespace, tells_stores=tells, served=served, loras=loras
+            config, settings, layout, where, namespace, reports_tiers=tells, served=served, loras=loras
         )
         self.blocking_load = load != "async"
         self.number = 0
@@ -127,7 +127,7 @@ class Rank:
         draft: Callable[[], object] = lambda: None,
     ) -> tuple[set[str], set[str], set[str]]:
         """Take a step in vLLM's order, in which the model and its draft compute; what `finish` returns."""
-        self.worker.settle()
+        self.worker.end_saves()
         self.worker.begin(step)
         self.worker.start_loads(step)
         forward()
@@ -147,7 +147,7 @@ class Rank:
         """Save the three chunks of IDS from `first` on."""
         blocks = TABLE[first * CHUNK // BLOCK :]
         self.step(saves=[SaveTask("a", Sequence(IDS), first, (blocks,))], **told)
-        self.worker.settle()
+        self.worker.end_saves()
         self.worker.cache.flush()
 
     def found(self, **told: Any) -> int:

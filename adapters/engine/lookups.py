@@ -6,45 +6,65 @@ import logging
 import time
 from collections.abc import Callable, Iterable
 from dataclasses import KW_ONLY, dataclass, field, replace
-from functools import partial
-from typing import Any
 
 from kvkit.adapters.engine.loads import PromptHit, result_of
 from kvkit.adapters.engine.lookup_request import LookupAnswer, LookupRequest, Sequence
-from kvkit.adapters.engine.speed import saved_tokens_per_s
+from kvkit.adapters.engine.speed import Speed, saved_tokens_per_s
 from kvkit.cache import Cache
 from kvkit.format.layout import Namespace
 from kvkit.handoff.prompt import tail_of
 from kvkit.handoff.protocol.messages import HANDOFF
 from kvkit.handoff.protocol.states import Phase
 from kvkit.handoff.receiver import Receiver
+from kvkit.transfer.policy import RequestPolicy
 from kvkit.transfer.sequence import Chunks, Hit
 from kvkit.workers import Transfer
 
 log = logging.getLogger(__name__)
 
-
-@dataclass(frozen=True, slots=True)
-class _PromptLookups:
-    """A lookup in flight of a prompt and its documents; it times out at `until` (monotonic)."""
-
-    lookup: LookupRequest
-    prompt: Transfer[Hit]
-    documents: tuple[Transfer[Hit], ...]
-    until: float
-
-    @property
-    def done(self) -> bool:
-        return all(transfer.done() for transfer in (self.prompt, *self.documents))
-
-    def cancel(self) -> None:
-        for transfer in (self.prompt, *self.documents):
-            transfer.cancel()
-
-
 NEWS_S = 5.0
 """Seconds that a request waits for its transfer to ask for room once the prefill engine has answered: that
 engine asks before it computes."""
+
+
+@dataclass(eq=False, slots=True)
+class PromptRequest:
+    """A request on one rank: from its lookup until its hit is loaded, or it ends.
+
+    Attributes:
+        awaiting: lookup that waits for a transfer, since `since` (monotonic).
+        pending: lookup in flight; `transfers` look up the prompt and then its documents, and time out at
+            `until` (monotonic).
+        received: transfer that was received for it, until it is released; empty for none.
+        hit: hit of lookup `number`, to be claimed.
+        claimed: True while a load of the hit, which may be None, is in flight.
+    """
+
+    awaiting: LookupRequest | None = None
+    since: float = 0.0
+    pending: LookupRequest | None = None
+    transfers: tuple[Transfer[Hit], ...] = ()
+    until: float = 0.0
+    received: str = ""
+    number: int = 0
+    hit: PromptHit | None = None
+    claimed: bool = False
+
+    @property
+    def done(self) -> bool:
+        """True if its lookup is over and not answered yet."""
+        return self.pending is not None and all(transfer.done() for transfer in self.transfers)
+
+    @property
+    def over(self) -> bool:
+        """True if nothing of it is left."""
+        return not (self.awaiting or self.pending or self.received or self.hit or self.claimed)
+
+    def cancel(self) -> None:
+        """Cancel its lookup in flight, if any."""
+        for transfer in self.transfers:
+            transfer.cancel()
+        self.pending, self.transfers = None, ()
 
 
 @dataclass(eq=False, slots=True)
@@ -59,12 +79,8 @@ class Lookups:
         timeout_s: timeout of a lookup.
         handoff_timeout_s: timeout of a transfer from a prefill engine.
         tokens_per_s: returns how many prompt tokens the engine computes per second; None: unknown.
-        rows_per_s: returns how many tokens of documents it recomputes per second; None: unknown.
+        row_speed: how fast it recomputes tokens of documents.
         wake: called when a lookup is over, from any thread.
-
-    Attributes:
-        awaited: by request id, lookups that wait for a transfer, and since when (monotonic).
-        asked: by request id, lookups in flight.
     """
 
     cache: Cache
@@ -75,19 +91,17 @@ class Lookups:
     timeout_s: float
     handoff_timeout_s: float
     tokens_per_s: Callable[[], float | None]
-    rows_per_s: Callable[[], float | None]
+    row_speed: Speed
     wake: Callable[[object], object]
-    awaited: dict[str, tuple[LookupRequest, float]] = field(default_factory=dict, init=False)
-    _received: dict[str, str] = field(default_factory=dict, init=False)
-    asked: dict[str, _PromptLookups] = field(default_factory=dict, init=False)
+    _requests: dict[str, PromptRequest] = field(default_factory=dict, init=False)
     _answered: list[LookupAnswer] = field(default_factory=list, init=False)
-    _found: dict[str, tuple[int, PromptHit]] = field(default_factory=dict, init=False)
 
     def ask(self, lookup: LookupRequest) -> None:
         """Look a prompt up, once its transfer (if any) has arrived or failed."""
         if lookup.transfer and self.receiver is not None:
-            self._received[lookup.request_id] = lookup.transfer
-            self.awaited[lookup.request_id] = lookup, time.monotonic()
+            request = self._request(lookup.request_id)
+            request.received = lookup.transfer
+            request.awaiting, request.since = lookup, time.monotonic()
         else:
             self._look_up(lookup)
 
@@ -104,122 +118,183 @@ class Lookups:
         if lookup.policy.load_from or not all(cache.tiers[n].near for n in cache.policy.retrieve_from):
             return None
         self.cancel(lookup.request_id)
-        self._received[lookup.request_id] = lookup.transfer
-        self._answer(lookup, cache.lookup(lookup.sequence.tokens, space, **self._how(lookup, space)))
+        self._request(lookup.request_id).received = lookup.transfer
+        hit = cache.lookup(
+            lookup.sequence.tokens,
+            space,
+            first=lookup.computed // space.chunk_tokens,
+            prefill_tokens_per_s=self.tokens_per_s(),
+            policy=_policy(lookup),
+        )
+        self._answer(lookup, hit)
         return self._answered.pop()
 
     def receive(self) -> bool:
         """Look up the prompts whose transfers arrived or failed; return whether there were any."""
-        awaited = list(self.awaited.values())
-        for lookup, since in awaited:
+        received = False
+        for request in list(self._requests.values()):
+            lookup = request.awaiting
+            if lookup is None:
+                continue
             assert self.receiver is not None
             status = self.receiver.status(lookup.transfer)
             over = status is not None and status.phase in (None, Phase.COMMITTED)
-            patience_s = self.handoff_timeout_s
+            timeout_s = self.handoff_timeout_s
             if status is None and lookup.computed_there:
-                patience_s = min(patience_s, NEWS_S)
-            if over or time.monotonic() >= since + patience_s:
+                timeout_s = min(timeout_s, NEWS_S)
+            if over or time.monotonic() >= request.since + timeout_s:
                 if status is None or status.phase is not Phase.COMMITTED:
                     reason = "it did not arrive" if status is None else status.reason or str(status.phase)
                     log.warning("%s: nothing from the prefill engine: %s", lookup.request_id, reason)
-                del self.awaited[lookup.request_id]
+                request.awaiting, received = None, True
                 self._look_up(lookup)
-        return len(self.awaited) < len(awaited)
+        return received
+
+    def release_transfer(self, transfer: str) -> None:
+        """Release a transfer that no request waits for any more."""
+        if self.receiver is not None:
+            self.receiver.release(transfer, "not wanted")
 
     def answers(self) -> list[LookupAnswer]:
         """Return the answers since the last call. `claim` returns the hits to load."""
         now = time.monotonic()
-        for request_id, asked in list(self.asked.items()):
-            if asked.done:
-                documents = [result_of(document) for document in asked.documents]
-                self._answer(asked.lookup, result_of(asked.prompt), documents)
-            elif now >= asked.until:
-                asked.cancel()
-                log.info("%s: no lookup result within %s s: nothing is loaded", request_id, self.timeout_s)
-                self._answer(asked.lookup, None)
+        for request in list(self._requests.values()):
+            lookup = request.pending
+            if lookup is None:
+                continue
+            if request.done:
+                hit, *documents = (result_of(transfer) for transfer in request.transfers)
+                self._answer(lookup, hit, documents)
+            elif now >= request.until:
+                timeout_s = self.timeout_s
+                log.info("%s: no lookup result within %s s: nothing is loaded", lookup.request_id, timeout_s)
+                self._answer(lookup, None)
             else:
                 continue
-            del self.asked[request_id]
+            request.cancel()
+            self._drop_if_over(lookup.request_id)
         answered, self._answered = self._answered, []
         return answered
 
     def claim(self, request_id: str, number: int) -> PromptHit | None:
-        """Take the hit of lookup `number`, to be loaded; None if it was not the last lookup."""
-        last, hit = self._found.pop(request_id, (None, None))
-        return hit if last == number else None
+        """Take the hit of lookup `number`, to be loaded until `release`; None if it was not the last one."""
+        request = self._request(request_id)
+        hit, request.hit, request.claimed = request.hit, None, True
+        return hit if request.number == number else None
 
     def found(self, request_id: str) -> Chunks | None:
         """Return the whole chunks of a request's hit; None if there is no hit to claim."""
-        _, hit = self._found.get(request_id, (None, None))
+        request = self._requests.get(request_id)
+        hit = None if request is None else request.hit
         return None if hit is None else hit.whole.chunks.part(0, hit.whole.plan.chunks)
+
+    def finish(self, request_id: str) -> None:
+        """Forget a request that ended; what was received for it stays until a load in flight is over."""
+        self.cancel(request_id)
+        request = self._requests.get(request_id)
+        if request is not None and not request.claimed:
+            self.release(request_id)
 
     def cancel(self, request_id: str) -> None:
         """Forget a request's lookups and hits, but not its transfer."""
-        self._found.pop(request_id, None)
-        self.awaited.pop(request_id, None)
-        if request_id in self.asked:
-            self.asked.pop(request_id).cancel()
+        request = self._requests.get(request_id)
+        if request is not None:
+            request.hit = request.awaiting = None
+            request.cancel()
+            self._drop_if_over(request_id)
 
     def release(self, request_id: str) -> None:
         """Release what was received for a request: it was loaded, or will not be."""
-        transfer = self._received.pop(request_id, None)
-        if transfer is not None and self.receiver is not None:
+        request = self._requests.get(request_id)
+        if request is None:
+            return
+        transfer, request.received, request.claimed = request.received, "", False
+        if transfer and self.receiver is not None:
             self.receiver.release(transfer)
+        self._drop_if_over(request_id)
 
     def clear(self) -> None:
         """Forget all hits."""
-        self._found.clear()
+        for request_id, request in list(self._requests.items()):
+            request.hit = None
+            self._drop_if_over(request_id)
 
     @property
     def done(self) -> bool:
         """True if a lookup is over that `answers` has not returned."""
-        return any(asked.done for asked in self.asked.values())
+        return any(request.done for request in self._requests.values())
+
+    @property
+    def pending(self) -> bool:
+        """True if a lookup is in flight."""
+        return any(request.pending is not None for request in self._requests.values())
+
+    @property
+    def awaiting(self) -> bool:
+        """True if a lookup waits for a transfer."""
+        return any(request.awaiting is not None for request in self._requests.values())
+
+    def _request(self, request_id: str) -> PromptRequest:
+        return self._requests.setdefault(request_id, PromptRequest())
+
+    def _drop_if_over(self, request_id: str) -> None:
+        if self._requests[request_id].over:
+            del self._requests[request_id]
 
     def _look_up(self, lookup: LookupRequest) -> None:
-        space = self.namespace_of(lookup.sequence)
+        """Start the lookups of a prompt and its documents."""
+        prompt, space = lookup.sequence, self.namespace_of(lookup.sequence)
         if space is None:
             self._answer(lookup, None)
             return
-        how = self._how(lookup, space)
-        # a slow save of the same chunks must not cost a hit
-        look = partial(self.cache.lookup_async, wait_s=self.timeout_s / 2, policy=how.pop("policy"))
-        prompt = look(lookup.sequence.tokens, space, **how)
-        saved = saved_tokens_per_s(how["prefill_tokens_per_s"], self.rows_per_s(), lookup.recomputed)
-        sequences = lookup.documents
-        if sequences and saved == 0.0:
+        speed, documents = self.tokens_per_s(), lookup.documents
+        saved = saved_tokens_per_s(speed, self.row_speed.tokens_per_s, lookup.recomputed)
+        if documents and saved == 0.0:
             log.info("%s: its documents are computed: blending would be slower", lookup.request_id)
-            sequences = ()
-        documents = tuple(look(d.tokens, space, prefill_tokens_per_s=saved) for d in sequences)
-        asked = _PromptLookups(lookup, prompt, documents, time.monotonic() + self.timeout_s)
-        for found in (prompt, *documents):
-            found.add_done_callback(self.wake)
-        if lookup.request_id in self.asked:  # no one waits for the answer to an earlier lookup
-            self.asked[lookup.request_id].cancel()
-        self.asked[lookup.request_id] = asked
-
-    def _how(self, lookup: LookupRequest, space: Namespace) -> dict[str, Any]:
-        """Return the keyword arguments of a prompt's lookup, for `Cache.lookup`."""
-        policy = lookup.policy
-        if lookup.transfer and policy.load_from is not None:
-            policy = replace(policy, load_from=(HANDOFF, *policy.load_from))
-        first = lookup.computed // space.chunk_tokens
-        return {"first": first, "prefill_tokens_per_s": self.tokens_per_s(), "policy": policy}
+            documents = ()
+        computed = lookup.computed // space.chunk_tokens
+        sequences = [(prompt, computed, speed), *((document, 0, saved) for document in documents)]
+        transfers = tuple(
+            self.cache.lookup_async(
+                sequence.tokens,
+                space,
+                wait_s=self.timeout_s / 2,  # a slow save of the same chunks must not cost a hit
+                first=first,
+                prefill_tokens_per_s=tokens_per_s,
+                policy=_policy(lookup),
+            )
+            for sequence, first, tokens_per_s in sequences
+        )
+        request = self._request(lookup.request_id)
+        request.cancel()  # no one waits for the answer to an earlier lookup
+        request.pending, request.transfers = lookup, transfers
+        request.until = time.monotonic() + self.timeout_s
+        for transfer in transfers:
+            transfer.add_done_callback(self.wake)
 
     def _answer(self, lookup: LookupRequest, whole: Hit | None, documents: Iterable[Hit | None] = ()) -> None:
         """Note an answer, with the handed-off blocks of an unfilled chunk after the whole ones."""
         tail, prompt, found = None, lookup.sequence, (0,) * len(lookup.documents)
         segments: tuple[tuple[str, int], ...] = ()
         if whole is not None and self.namespace_of(prompt) is not None:
-            if lookup.request_id in self._received and len(whole.chunks) == whole.plan.chunks:
+            request = self._request(lookup.request_id)
+            if request.received and len(whole.chunks) == whole.plan.chunks:
                 rest = tail_of(whole.chunks, prompt.tokens, self.block_tokens, prompt.rest)
                 tail = rest and self.cache.lookup(*rest, retrieve_from=(HANDOFF,))
             nothing = whole.part(0, 0)
             hits = tuple(document or nothing for document in documents)
             found = tuple(document.tokens for document in hits) or found
-            hit = PromptHit(whole, tail, hits)
-            self._found[lookup.request_id] = lookup.number, hit
-            segments = hit.segments
+            request.number, request.hit = lookup.number, PromptHit(whole, tail, hits)
+            segments = request.hit.segments
         tokens = min(sum(tokens for _, tokens in segments), len(prompt.tokens))
         rank = self.cache.namespace.rank
         answer = LookupAnswer(lookup.request_id, lookup.number, rank, tokens, segments, found)
         self._answered.append(answer)
+
+
+def _policy(lookup: LookupRequest) -> RequestPolicy:
+    """Return the policy of a lookup's request; what was handed off to it may be loaded in any case."""
+    policy = lookup.policy
+    if lookup.transfer and policy.load_from is not None:
+        return replace(policy, load_from=(HANDOFF, *policy.load_from))
+    return policy

@@ -32,11 +32,11 @@ class RequestStats:
     """Counts of the requests of one rank. Thread-safe: puts end in threads of tiers.
 
     Args:
-        tells: True to write lines to the log; one rank of an engine does.
+        logs: True to write lines to the log; one rank of an engine does.
     """
 
-    def __init__(self, tells: bool) -> None:
-        self._tells = tells
+    def __init__(self, logs: bool) -> None:
+        self._logs = logs
         self._requests: defaultdict[str, _Tallied] = defaultdict(_Tallied)
         self._lock = threading.Lock()
 
@@ -76,7 +76,7 @@ class RequestStats:
             if found is None or found.under_way or found.prompt_tokens is None:
                 return
             del self._requests[request_id]
-        if self._tells:
+        if self._logs:
             hit, stored = _shown(found.hit or {}), _shown(found.stored)
             log.info(
                 "%s: of %d prompt tokens hit %s; stored %s", request_id, found.prompt_tokens, hit, stored

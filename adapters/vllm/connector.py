@@ -272,9 +272,9 @@ class KVKitConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]  # 
 
     def handle_preemptions(self, kv_connector_metadata: StepMetadata) -> None:
         if kv_connector_metadata.preempted:
-            self._worker.vacate()
+            self._worker.end_reads()
         else:
-            self._worker.settle()
+            self._worker.end_saves()
 
     def bind_connector_metadata(self, connector_metadata: StepMetadata) -> None:
         super().bind_connector_metadata(connector_metadata)

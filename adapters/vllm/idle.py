@@ -16,10 +16,10 @@ class IdleWorker:
 
     start_loads = save = begin
 
-    def settle(self) -> None:
+    def end_saves(self) -> None:
         """Do nothing."""
 
-    vacate = close = weights_changed = release_pages = restore_pages = settle
+    end_reads = close = weights_changed = release_pages = restore_pages = end_saves
 
     def computed(self, name: str) -> None:
         """Do nothing."""

@@ -1,9 +1,9 @@
 """Execution of blends on one rank: load KV, then complete the prompt in step with all ranks.
 
-begin     starts the loads, of documents into the request's blocks, at their places in the prompt
-Arrival   reports what was loaded, once all loads ended; a single rank passes it to its own `go`
-go        takes what every rank has, in the same step on all ranks, so that all run the same rows
-step      runs rows until the KV is complete, then reports the request as received
+start_loads   starts the loads, of documents into the request's blocks, at their places in the prompt
+Arrival       reports what was loaded, once all loads ended; a single rank completes from its own
+complete      begins with what every rank has, in the same step on all ranks, so that all run the same rows
+finish        runs rows until the KV is complete, then reports the request as received
 """
 
 from __future__ import annotations
@@ -11,28 +11,25 @@ from __future__ import annotations
 import logging
 import time
 from collections import Counter
-from collections.abc import Callable
 from concurrent.futures import wait
-from dataclasses import KW_ONLY, dataclass, field
-from functools import partial
+from dataclasses import dataclass, field
 
 import numpy as np
+from numpy.typing import NDArray
 
 from kvkit.adapters.engine.loads import NOTHING, PromptHit, PromptLoad, result_of
-from kvkit.adapters.engine.speed import Speed
+from kvkit.adapters.engine.lookups import Lookups
 from kvkit.adapters.vllm.blending.blender import BlendedPrompt, Blender
 from kvkit.adapters.vllm.blending.placing import Placing
 from kvkit.adapters.vllm.blending.rows import lora_request
-from kvkit.adapters.vllm.step import Arrival, BlendDone, BlendTask, Tables
+from kvkit.adapters.vllm.capability import Capability, FinishedRequests, WorkerContext
+from kvkit.adapters.vllm.step import Arrival, BlendDone, BlendTask, StepMetadata
 from kvkit.blend.plan import Span, plan_blend
-from kvkit.cache import Cache, Loaded
-from kvkit.transfer.sequence import Hit, SequencePages
+from kvkit.cache import Loaded
+from kvkit.transfer.sequence import Hit
 from kvkit.workers import Transfer
 
 log = logging.getLogger(__name__)
-
-KNOWN_S = 60.0
-"""Time for which the speed of the last blend decides whether other blends are worthwhile."""
 
 
 @dataclass(eq=False, slots=True)
@@ -45,7 +42,7 @@ class ActiveBlend:
         documents: per span, the number of leading tokens that its load skips, and the load; None: no load.
         place_s: seconds that putting parts of documents in place took.
         load_s: seconds from its start to the end of all loads.
-        told: what this rank has loaded; None: loads are in flight.
+        arrival: what this rank has loaded; None: loads are in flight.
         spans: the parts of documents that every rank has.
         completion: None until every rank has reported.
         cancelled: True if it ends as soon as its loads do.
@@ -57,7 +54,7 @@ class ActiveBlend:
     documents: list[tuple[int, Transfer[Loaded] | None]] = field(default_factory=list)
     place_s: list[float] = field(default_factory=list)
     load_s: float = 0.0
-    told: Arrival | None = None
+    arrival: Arrival | None = None
     spans: tuple[Span, ...] = ()
     completion: BlendedPrompt | None = None
     cancelled: bool = False
@@ -85,55 +82,50 @@ class ActiveBlend:
                 load.cancel()
 
 
-@dataclass(eq=False, slots=True)
-class BlendExecutor:
+class BlendExecutor(Capability):
     """Executor of one rank's blends. Used only by the thread that runs steps.
 
     Args:
-        pages: function that returns the pages of tokens, as `PromptLoad` calls it, with two more arguments in
-            front: blocks, and the token at which they begin.
-        world: number of ranks that have to agree.
-        wake: called from any thread when a load, or a part of it, ended.
-        on_loaded: called with a request id, what was loaded, the seconds it took, and whether that is all
-            that was promised.
-        on_done: called with each blend that completed without being cancelled.
+        lookups: lookups whose hits blends load.
 
     Attributes:
-        speed: rows per second, including the choice of tokens.
         last: the blend that completed last.
     """
 
-    cache: Cache
-    blender: Blender
-    placing: Placing
-    _: KW_ONLY
-    pages: Callable[[Tables, int, int, int], list[SequencePages]]
-    world: int
-    wake: Callable[[object], object]
-    on_loaded: Callable[[str, Loaded, float, bool], object]
-    on_done: Callable[[BlendDone], object]
-    speed: Speed = field(default_factory=lambda: Speed(1, KNOWN_S), init=False)
-    last: BlendDone | None = field(default=None, init=False)
-    _blends: dict[str, ActiveBlend] = field(default_factory=dict, init=False)
-    _ready: dict[str, ActiveBlend] = field(default_factory=dict, init=False)  # in the same order on all ranks
-    _arrived: list[Arrival] = field(default_factory=list, init=False)
+    def __init__(self, context: WorkerContext, lookups: Lookups, blender: Blender, placing: Placing) -> None:
+        self._context = context
+        self._lookups = lookups
+        self._blender = blender
+        self._placing = placing
+        self.last: BlendDone | None = None
+        self._blends: dict[str, ActiveBlend] = {}
+        self._ready: dict[str, ActiveBlend] = {}  # in the same order on all ranks
+        self._arrived: list[Arrival] = []
 
-    def begin(self, task: BlendTask, found: PromptHit | None) -> None:
+    def begin(self, step: StepMetadata) -> None:
+        for agreed in step.arrivals:
+            self.complete(agreed)
+
+    def start_loads(self, step: StepMetadata) -> None:
+        for task in step.blends:
+            self._context.request_stats.begin(task.request_id)
+            self._start(task, self._lookups.claim(task.request_id, task.number))
+
+    def _start(self, task: BlendTask, found: PromptHit | None) -> None:
         """Start the loads of a blend. Tokens that `found` lacks will be computed."""
-        prefix, chunk = task.prefix, self.cache.namespace.chunk_tokens
-        load = None
+        prefix, context, load = task.prefix, self._context, None
         if prefix is not None:
-            base = prefix.start - prefix.start % chunk
-            where = partial(self.pages, prefix.blocks, base)
-            load = PromptLoad(self.cache, found, prefix.start, prefix.stop, where, "async", self.wake)
+            base = prefix.start - prefix.start % context.namespace.chunk_tokens
+            pages, wake = context.pages_of(prefix.blocks, base), context.wakeups.notify
+            load = PromptLoad(context.cache, found, prefix.start, prefix.stop, pages, "async", wake)
         blend = self._blends[task.request_id] = ActiveBlend(task, time.monotonic(), load)
         hits = () if found is None else found.documents
         for number, span in enumerate(task.spans):
             hit = hits[number] if number < len(hits) else None
             blend.documents.append((0, None) if hit is None else self._load(blend, span, hit))
 
-    def go(self, agreed: Arrival) -> None:
-        """Start completing a prompt from what every rank has loaded of it."""
+    def complete(self, agreed: Arrival) -> None:
+        """Start to complete a prompt from what every rank has loaded of it."""
         blend = self._blends.get(agreed.request_id)
         if blend is None or blend.cancelled or blend.task.number != agreed.number:
             return
@@ -147,7 +139,7 @@ class BlendExecutor:
             lora=lora_request(task.sequence.lora),
             selected=task.selected,
         )
-        self.blender.begin(blend.completion)
+        self._blender.begin(blend.completion)
         self._ready[task.request_id] = blend
 
     def cancel(self, request_id: str) -> bool:
@@ -158,7 +150,7 @@ class BlendExecutor:
             self._ready.pop(request_id, None)
         return blend is not None
 
-    def cancel_all(self) -> None:
+    def end_writes(self) -> None:
         """Cancel all blends, and wait until none of them touches its blocks."""
         for request_id in list(self._blends):
             self.cancel(request_id)
@@ -167,26 +159,28 @@ class BlendExecutor:
             if blend.prefix is not None:
                 blend.prefix.finish()
 
-    def step(self) -> set[str]:
-        """Advance all blends; return the ids of requests with blends that are over."""
+    def finish(self, request_ids: set[str], finished: FinishedRequests) -> None:
+        """Cancel the blends of ended requests, advance the others, and report those that are over."""
+        for request_id in request_ids:
+            self.cancel(request_id)
         for blend in self._blends.values():
-            if blend.told is None and blend.loaded and not blend.cancelled:
-                blend.told = self._arrival(blend)
-                if self.world == 1:
-                    self.go(blend.told)
+            if blend.arrival is None and blend.loaded and not blend.cancelled:
+                blend.arrival = self._arrival(blend)
+                if self._context.namespace.world == 1:
+                    self.complete(blend.arrival)
                 else:
-                    self._arrived.append(blend.told)
-        self.blender.step([blend.completion for blend in self._ready.values() if blend.completion])
+                    self._arrived.append(blend.arrival)
+        self._blender.step([blend.completion for blend in self._ready.values() if blend.completion])
         over = {request_id for request_id, blend in self._blends.items() if blend.over}
         for request_id in over:
             self._ready.pop(request_id, None)
-            self._done(self._blends.pop(request_id))
-        return over
+            self._end(self._blends.pop(request_id))
+        finished.received |= over
 
-    def arrivals(self) -> list[Arrival]:
-        """Return the arrivals since the last call. The scheduler combines those of all ranks."""
-        arrived, self._arrived = self._arrived, []
-        return arrived
+    def add_to_report(self) -> None:
+        """Report what was loaded here; the scheduler combines it with what other ranks loaded."""
+        self._context.report.arrivals += self._arrived
+        self._arrived = []
 
     @property
     def busy(self) -> bool:
@@ -194,14 +188,15 @@ class BlendExecutor:
         return bool(self._blends)
 
     @property
-    def can_go_on(self) -> bool:
-        """True if `step` has something to do."""
-        waiting = (blend for blend in self._blends.values() if blend.cancelled or not blend.told)
+    def has_result(self) -> bool:
+        """True if `finish` has something to do."""
+        waiting = (blend for blend in self._blends.values() if blend.cancelled or not blend.arrival)
         return bool(self._ready) or any(blend.loaded for blend in waiting)
 
     def _load(self, blend: ActiveBlend, span: Span, hit: Hit) -> tuple[int, Transfer[Loaded] | None]:
         """Start loading what the prompt lacks of a document; return the tokens it skips, and the load."""
-        task, chunk = blend.task, self.cache.namespace.chunk_tokens
+        task, context = blend.task, self._context
+        chunk = context.namespace.chunk_tokens
         start, stop = span.start, min(span.stop, len(task.sequence.tokens) - 1)
         if start >= stop:
             return span.stop - span.delta, None
@@ -209,14 +204,14 @@ class BlendExecutor:
         part = hit.part(min(first, hit.plan.chunks), last)
         positions = np.arange(first * chunk, last * chunk) + span.delta
         positions[(positions < start) | (positions >= stop)] = -1
-        places = self.placing.places(task.blocks, positions, span.delta, blend.place_s.append)
-        load = self.cache.load_async(part, places)
-        load.add_done_callback(self.wake)
+        places = self._placing.places(task.blocks, positions, span.delta, blend.place_s.append)
+        load = context.cache.load_async(part, places)
+        load.add_done_callback(context.wakeups.notify)
         return first * chunk, load
 
     def _arrival(self, blend: ActiveBlend) -> Arrival:
-        """Return the result of a blend's loads, and report it to `on_loaded`."""
-        task, by_tier, kept = blend.task, Counter[str](), True
+        """Return the result of a blend's loads, and count it."""
+        context, task, by_tier, kept = self._context, blend.task, Counter[str](), True
         exact = task.exact
         if blend.prefix is not None and task.prefix is not None:
             end, loaded = blend.prefix.finish()
@@ -231,27 +226,40 @@ class BlendExecutor:
             documents.append(min(before + loaded.tokens, promised))
             kept = kept and documents[-1] == promised
         blend.load_s = time.monotonic() - blend.began
-        self.on_loaded(task.request_id, Loaded(by_tier.total(), by_tier), blend.load_s, kept)
+        self._lookups.release(task.request_id)
+        context.stats.loaded(Loaded(by_tier.total(), by_tier), blend.load_s, kept)
+        context.request_stats.hit(task.request_id, by_tier)
         if not kept:
             log.warning("%s: part of its prefix or documents was not loaded; it is computed", task.request_id)
-        return Arrival(task.request_id, task.number, self.cache.namespace.rank, exact, tuple(documents))
+        return Arrival(task.request_id, task.number, context.namespace.rank, exact, tuple(documents))
 
-    def _done(self, blend: ActiveBlend) -> None:
-        """Count a blend that is over, unless it was cancelled, and pass it to `on_done`."""
-        completion = blend.completion
-        if blend.cancelled or completion is None or completion.selected is None:
-            return
-        plan, selected, spent = completion.plan, completion.selected, completion.seconds
-        self.cache.note_blend(int(plan.reused.sum()), len(selected), len(plan.computed))
+    def _end(self, blend: ActiveBlend) -> None:
+        """Count a blend that is over, and report it unless it was cancelled: rank 0 to the scheduler."""
+        context, completion = self._context, blend.completion
+        if blend.arrival is None:  # it was cancelled before its loads ended
+            self._lookups.release(blend.task.request_id)
+        if not (blend.cancelled or completion is None or completion.selected is None):
+            self.last = self._blend_done(blend, completion, completion.selected)
+            context.stats.blended(self.last)
+            if context.namespace.rank == 0:
+                context.report.blended.append(self.last)
+        context.request_stats.done(blend.task.request_id)
+
+    def _blend_done(
+        self, blend: ActiveBlend, completion: BlendedPrompt, selected: NDArray[np.int32]
+    ) -> BlendDone:
+        """Return the result of a completed blend; note its tokens and its speed."""
+        plan, spent = completion.plan, completion.seconds
+        reused, computed = int(plan.reused.sum()), len(plan.computed)
+        self._context.cache.note_blend(reused, len(selected), computed)
         if self.last is not None:  # the first one includes the engine's warm-up
-            self.speed.note(len(plan.computed) + len(selected), sum(spent.values()))
-        self.last = BlendDone(
+            self._context.row_speed.note(computed + len(selected), sum(spent.values()))
+        return BlendDone(
             blend.task.request_id,
             exact=int(plan.exact.sum()),
-            reused=int(plan.reused.sum()),
-            computed=len(plan.computed),
+            reused=reused,
+            computed=computed,
             spans=blend.spans,
             selected=selected,
             seconds={"load": blend.load_s, "place": sum(blend.place_s), **spent},
         )
-        self.on_done(self.last)

@@ -1,0 +1,91 @@
+"""Sends of one prefill rank: KV of prompts goes from vLLM's pages to decode engines."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+
+from kvkit.adapters.vllm.capability import Capability, FinishedRequests, WorkerContext
+from kvkit.adapters.vllm.step import StepMetadata
+from kvkit.handoff.chunk_sender import ChunkSender
+from kvkit.handoff.prompt import PromptPiece, Prompts
+from kvkit.handoff.sender import Sender
+
+
+class SendExecutor(Capability):
+    """The prompts that one rank sends."""
+
+    def __init__(self, context: WorkerContext, sender: Sender) -> None:
+        cache = context.cache
+        self._context = context
+        shared = [name for name in cache.policy.retrieve_from if cache.tiers[name].scope == "shared"]
+        self.prompts = Prompts(
+            ChunkSender(sender, cache.layout, cache.writes),
+            cache.namespace,
+            held=partial(cache.held_async, tiers=shared) if shared else None,
+            block_tokens=context.block_tokens,
+            allocation_s=context.settings.handoff_timeout_s,
+            wake=context.wakeups.notify,
+        )
+
+    def end_reads(self) -> None:
+        """Copy what decode engines have no room for yet, and wait for other reads."""
+        self.prompts.release_pages()
+
+    def begin(self, step: StepMetadata) -> None:
+        """Ask decode engines for room for what the step will send."""
+        for send in step.sends:
+            prompt, space = send.sequence, self._context.namespaces.of(send.sequence)
+            self.prompts.begin(
+                send.request_id, send.transfer, send.address, prompt.tokens, space, prompt.rest
+            )
+        # a peer's memory is not pinned, and a GPU copies faster into pinned memory
+        self.prompts.compute({} if self._context.on_gpu else self._pieces(step, lambda: None))
+
+    def computed(self, name: str) -> None:
+        if name in self._context.layers:
+            self.prompts.computed(self._context.layers[name])
+
+    def save(self, step: StepMetadata, ready: Callable[[], object]) -> None:
+        pieces = self._pieces(step, ready)
+        for send in step.sends:
+            if send.request_id in pieces:
+                self.prompts.send(send.request_id, pieces[send.request_id])
+            else:
+                self.prompts.cancel(send.request_id, send.last)
+        if self._context.settings.send == "sync" and step.sends:
+            self.prompts.wait(self._context.settings.handoff_timeout_s)
+        else:
+            self.prompts.go_on()
+
+    def discard_step(self) -> None:
+        self.prompts.drop()
+
+    def finish(self, request_ids: set[str], finished: FinishedRequests) -> None:
+        self.prompts.go_on()
+        finished.released |= self.prompts.done(request_ids)
+
+    def holds_blocks(self, request_id: str) -> bool:
+        return request_id in self.prompts
+
+    def drop_kv(self) -> None:
+        self.prompts.cancel_all()
+
+    def close(self) -> None:
+        self.prompts.close(self._context.cache.shutdown_timeout_s)
+
+    @property
+    def awaits_transfer(self) -> bool:
+        return self.prompts.under_way
+
+    def _pieces(self, step: StepMetadata, ready: Callable[[], object]) -> dict[str, PromptPiece]:
+        """Return the pieces that a step sends, by request id, without those that lack blocks."""
+        context = self._context
+        return {
+            send.request_id: PromptPiece(
+                send.first, send.stop, context.pages_of(send.blocks, send.first), ready, send.last
+            )
+            for send in step.sends
+            if context.complete_tokens(send.request_id, send.blocks, send.first, send.stop)
+            == send.stop - send.first
+        }

@@ -1,0 +1,160 @@
+"""Lookups and loads of one rank: what tiers and transfers have of prompts goes into vLLM's pages."""
+
+from __future__ import annotations
+
+import logging
+import time
+
+from kvkit.adapters.engine.loads import PromptLoad
+from kvkit.adapters.engine.lookup_request import LookupAnswer, LookupRequest
+from kvkit.adapters.engine.lookups import Lookups
+from kvkit.adapters.vllm.capability import Capability, FinishedRequests, WorkerContext
+from kvkit.adapters.vllm.step import LoadTask, StepMetadata
+from kvkit.handoff.receiver import Receiver
+
+log = logging.getLogger(__name__)
+
+
+class LoadExecutor(Capability):
+    """The lookups of one rank, and the loads of what they found, other than for blends.
+
+    Args:
+        receiver: receives the transfers of prefill engines; None: this engine receives none.
+
+    Attributes:
+        failed_step: last step that waited for a load that failed; 0: none.
+    """
+
+    def __init__(self, context: WorkerContext, receiver: Receiver | None) -> None:
+        settings = context.settings
+        self._context = context
+        self._loading: dict[str, tuple[LoadTask, PromptLoad]] = {}
+        self._invalid: set[int] = set()
+        self.failed_step = 0
+        if receiver is not None:
+            receiver.watch(context.wakeups.notify)
+        self.lookups = Lookups(
+            context.cache,
+            receiver,
+            context.namespaces.of,
+            block_tokens=context.block_tokens,
+            timeout_s=settings.lookup_timeout_s,
+            handoff_timeout_s=settings.handoff_timeout_s,
+            tokens_per_s=lambda: settings.prefill_tokens_per_s or context.prefill_speed.tokens_per_s,
+            row_speed=context.row_speed,
+            wake=context.wakeups.notify,
+        )
+
+    def begin(self, step: StepMetadata) -> None:
+        for transfer in step.released_transfers:
+            self.lookups.release_transfer(transfer)
+        for lookup in step.lookups:
+            self.lookups.ask(lookup)
+        self.receive()
+
+    def receive(self) -> bool:
+        """Look up prompts whose transfers arrived or failed. Return whether there were any."""
+        self._context.wakeups.mark_seen()
+        return self.lookups.receive()
+
+    def lookup_inline(self, lookup: LookupRequest) -> LookupAnswer | None:
+        """Answer a lookup between steps, as `Lookups.lookup_inline` does."""
+        answer = self.lookups.lookup_inline(lookup)
+        if answer is not None:
+            self._report_names(answer)
+        return answer
+
+    def start_loads(self, step: StepMetadata) -> None:
+        """Start the loads of a step; with sync loading, wait until they are done."""
+        context = self._context
+        for task in step.loads:
+            context.request_stats.begin(task.request_id)
+            hit = self.lookups.claim(task.request_id, task.number)
+            base = task.start - task.start % context.namespace.chunk_tokens
+            pages, how = context.pages_of(task.blocks, base), context.settings.load
+            load = PromptLoad(context.cache, hit, task.start, task.stop, pages, how, context.wakeups.notify)
+            self._loading[task.request_id] = task, load
+        if context.settings.load == "sync":
+            self._finish_all()
+
+    def wait_for_layer(self, name: str) -> None:
+        for _, load in self._loading.values():
+            for number in load.layers or ():
+                if number == self._context.layers[name]:
+                    break
+
+    def finish_layerwise(self) -> None:
+        """Finish the loads whose layers the step has waited for."""
+        if self._context.settings.load == "layerwise":
+            self._finish_all()
+
+    def finish(self, request_ids: set[str], finished: FinishedRequests) -> None:
+        self.finish_layerwise()  # with drafts, this comes before `save` and the drafts' run
+        for request_id in request_ids:
+            self.lookups.finish(request_id)
+            if request_id in self._loading:
+                self._loading[request_id][1].cancel()
+        done = {request_id for request_id, (_, load) in self._loading.items() if load.done}
+        finished.received |= done
+        finished.failed |= {name for name in done if not self._finish(*self._loading.pop(name))}
+
+    def take_invalid_blocks(self) -> set[int]:
+        """Return the blocks whose loads failed since the last call: their contents are invalid."""
+        found, self._invalid = self._invalid, set()
+        return found
+
+    def add_to_report(self) -> None:
+        self.receive()
+        answers = self.lookups.answers()
+        self._context.report.answers += answers
+        for answer in answers:
+            self._report_names(answer)
+
+    def drop_kv(self) -> None:
+        self.lookups.clear()
+
+    def end_writes(self) -> None:
+        for _, load in self._loading.values():
+            load.cancel()
+            load.finish()
+
+    @property
+    def has_result(self) -> bool:
+        return self.lookups.done or any(load.done for _, load in self._loading.values())
+
+    @property
+    def awaits_transfer(self) -> bool:
+        return self.lookups.awaiting
+
+    @property
+    def busy(self) -> bool:
+        return self.lookups.pending or bool(self._loading)
+
+    def _report_names(self, answer: LookupAnswer) -> None:
+        if self._context.reports_tiers:
+            self._context.report_names(answer.request_id, 0, self.lookups.found(answer.request_id))
+
+    def _finish_all(self) -> None:
+        """Finish the loads that a step waits for."""
+        for request_id in list(self._loading):
+            if not self._finish(*self._loading.pop(request_id)):
+                self.failed_step = self._context.report.failed_step = self._context.number
+
+    def _finish(self, task: LoadTask, load: PromptLoad) -> bool:
+        """Note how a load ended. Return whether it loaded all that was promised."""
+        context = self._context
+        end, loaded = load.finish()
+        self.lookups.release(task.request_id)
+        kept = end == task.stop
+        context.stats.loaded(loaded, time.monotonic() - load.began, kept)
+        context.request_stats.hit(task.request_id, loaded.by_tier)
+        context.request_stats.done(task.request_id)
+        if not kept:
+            end = max(end, task.start)
+            log.warning("%s: loaded up to token %d of %d", task.request_id, end, task.stop)
+            context.report.failed.append(task.request_id)
+            if len(task.blocks) == 1:  # with several groups, block ids are ambiguous
+                size = context.groups[0].block_tokens
+                self._invalid.update(task.blocks[0][(end - load.base) // size :])
+                self._invalid.discard(-1)
+        return kept

@@ -1,0 +1,30 @@
+"""Prefetches of one rank, for requests that wait in vLLM's queue."""
+
+from __future__ import annotations
+
+from kvkit.adapters.engine.prefetches import Prefetches
+from kvkit.adapters.vllm.capability import Capability, WorkerContext
+from kvkit.adapters.vllm.step import StepMetadata
+
+
+class PrefetchExecutor(Capability):
+    """The prefetches that the scheduler asks one rank for."""
+
+    def __init__(self, context: WorkerContext) -> None:
+        self._context = context
+        self.prefetches = Prefetches(context.cache)
+
+    def begin(self, step: StepMetadata) -> None:
+        for request_id in step.cancelled_prefetches:
+            self.prefetches.end(request_id)
+        for task in step.prefetches:
+            space = self._context.namespaces.of(task.sequence)
+            if space is not None:
+                self.prefetches.add(task.request_id, task.sequence.tokens, space, task.computed)
+        self.prefetches.start()
+
+    def drop_kv(self) -> None:
+        self.prefetches.end_all()
+
+    def close(self) -> None:
+        self.prefetches.end_all()
