@@ -111,7 +111,7 @@ def test_the_table_lists_what_is_told(counts: Counts, recorder: Recorder) -> Non
         counter["disk"] += 16
     recorder.loaded(Loaded(16), 1.0, kept=False)
     recorder.stored(Stored(16, 16), 1.0)
-    recorder.called_off(1)
+    recorder.cancelled_saves(1)
     recorder.blended(BlendDone("a", 1, 2, 3, (), np.zeros(1, np.int32), {"rows": 1.0}))
     told, refusals = recorder.take(), Refusals()
     assert told is not None

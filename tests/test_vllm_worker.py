@@ -305,7 +305,7 @@ def test_a_failed_prefetch_gives_its_room_to_the_next(rank: Rank, monkeypatch: p
     started = [np.full(room * CHUNK, i, np.int32) for i in range(3)]
     for i, tokens in enumerate(started):
         prefetches.add(str(i), tokens, rank.worker.namespaces.current, 0)
-    prefetches.start()
+    prefetches.start_next()
     assert all(wanted.move is failed for wanted in prefetches._wanted)
 
 

@@ -56,7 +56,7 @@ class Prefetches:
         """Stop the prefetches of all requests."""
         self._end(lambda _: True)
 
-    def start(self) -> None:
+    def start_next(self) -> None:
         """Start the prefetches that have room, in the order of requests."""
         room = self._cache.prefetch_chunks
         for wanted in self._wanted:

@@ -12,19 +12,19 @@ log = logging.getLogger(__name__)
 
 
 @dataclass(slots=True)
-class _Tallied:
+class _RequestCounts:
     """Counts of one request.
 
     Attributes:
         hit: tokens by tier; None before the first load is over.
         stored: tokens by tier.
-        under_way: number of loads and saves in flight.
+        in_flight: number of loads and saves in flight.
         prompt_tokens: None until the request is over.
     """
 
     hit: Mapping[str, int] | None = None
     stored: Counter[str] = field(default_factory=Counter)
-    under_way: int = 0
+    in_flight: int = 0
     prompt_tokens: int | None = None
 
 
@@ -37,13 +37,13 @@ class RequestStats:
 
     def __init__(self, logs: bool) -> None:
         self._logs = logs
-        self._requests: defaultdict[str, _Tallied] = defaultdict(_Tallied)
+        self._requests: defaultdict[str, _RequestCounts] = defaultdict(_RequestCounts)
         self._lock = threading.Lock()
 
     def begin(self, request_id: str) -> None:
         """Note that a load or a save of a request is in flight, until `done`."""
         with self._lock:
-            self._requests[request_id].under_way += 1
+            self._requests[request_id].in_flight += 1
 
     def hit(self, request_id: str, tokens: Mapping[str, int]) -> None:
         """Note the tokens of a request's first load, by tier; loads after a preemption do not count."""
@@ -60,20 +60,20 @@ class RequestStats:
     def done(self, request_id: str) -> None:
         """Note that a load or a save of a request is over."""
         with self._lock:
-            self._requests[request_id].under_way -= 1
-        self._tell(request_id)
+            self._requests[request_id].in_flight -= 1
+        self._log_if_over(request_id)
 
     def over(self, request_id: str, prompt_tokens: int) -> None:
         """Note that a request is over: no load or save begins for it any more."""
         with self._lock:
             self._requests[request_id].prompt_tokens = prompt_tokens
-        self._tell(request_id)
+        self._log_if_over(request_id)
 
-    def _tell(self, request_id: str) -> None:
+    def _log_if_over(self, request_id: str) -> None:
         """Write a request's line and forget the request, once it and its transfers are over."""
         with self._lock:
             found = self._requests.get(request_id)
-            if found is None or found.under_way or found.prompt_tokens is None:
+            if found is None or found.in_flight or found.prompt_tokens is None:
                 return
             del self._requests[request_id]
         if self._logs:

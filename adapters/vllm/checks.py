@@ -41,28 +41,52 @@ def check_arrangement(
     Raises:
         ConfigError: kvkit cannot serve this arrangement, or its settings conflict with vLLM's.
     """
-    load, handoff, role = settings.load, config.handoff, vllm_config.kv_transfer_config.kv_role
-    parallel, media = vllm_config.parallel_config, vllm_config.model_config.multimodal_config
-    if load != "async" and (tables > 1 or parallel.world_size > 1):
+    _check_blocking_loads(settings, vllm_config, tables)
+    _check_states(settings, config, states_run)
+    _check_parallel(vllm_config)
+    media = vllm_config.model_config.multimodal_config
+    if media is not None and config.chunk_tokens < LEAST_TOKENS:
         raise ConfigError(
-            f"load = {load!r}: with {tables} KV cache groups and {parallel.world_size} ranks, vLLM cannot "
+            f"chunk_tokens = {config.chunk_tokens}: want at least {LEAST_TOKENS} for a model that takes "
+            "images or other media: their digests do not fit into fewer ids"
+        )
+    _check_role(settings, config, vllm_config)
+
+
+def _check_blocking_loads(settings: Settings, vllm_config: Any, tables: int) -> None:
+    """Check that vLLM can take back a step whose load failed, if steps wait for loads."""
+    load, world = settings.load, vllm_config.parallel_config.world_size
+    if load == "async":
+        return
+    if tables > 1 or world > 1:
+        raise ConfigError(
+            f"load = {load!r}: with {tables} KV cache groups and {world} ranks, vLLM cannot "
             "take back a step whose load failed; want load = 'async'"
         )
-    overlap = vllm_config.max_concurrent_batches > 1
-    if load != "async" and overlap and vllm_config.kv_transfer_config.kv_load_failure_policy == "recompute":
+    recomputes = vllm_config.kv_transfer_config.kv_load_failure_policy == "recompute"
+    if vllm_config.max_concurrent_batches > 1 and recomputes:
         raise ConfigError(
             f"load = {load!r}: with asynchronous scheduling, vLLM cannot take back the step after one whose "
             "load failed; want load = 'async', kv_load_failure_policy = 'fail' or --no-async-scheduling"
         )
+
+
+def _check_states(settings: Settings, config: Config, states_run: Collection[bool]) -> None:
+    """Check what a model with states cannot have."""
     bits = next(filter(None, (config.precision, *(tier.precision for tier in config.tiers.values()))), None)
     for name, set_to in (("blend", settings.blend), ("precision", bits)):
         if states_run and set_to is not None:
             raise ConfigError(f"{name}: this model has layers with states, which is unsupported; want none")
-    if handoff is not None and handoff.sends and any(states_run):
+    if config.handoff is not None and config.handoff.sends and any(states_run):
         raise ConfigError(
             "handoff: vLLM keeps the states at the end of a prompt's last chunk only with its prefix cache; "
             "want enable_prefix_caching"
         )
+
+
+def _check_parallel(vllm_config: Any) -> None:
+    """Check that each rank has whole tokens, and can save them."""
+    parallel = vllm_config.parallel_config
     for name in ("decode_context_parallel_size", "prefill_context_parallel_size"):
         size = getattr(parallel, name, 1)
         if size > 1:
@@ -73,23 +97,20 @@ def check_arrangement(
             f"pipeline_parallel_size = {stages}: with speculative decoding, vLLM's model runner V1 lets only "
             "the last stage save its KV; want 1"
         )
-    if media is not None and config.chunk_tokens < LEAST_TOKENS:
-        raise ConfigError(
-            f"chunk_tokens = {config.chunk_tokens}: want at least {LEAST_TOKENS} for a model that takes "
-            "images or other media: their digests do not fit into fewer ids"
-        )
+
+
+def _check_role(settings: Settings, config: Config, vllm_config: Any) -> None:
+    """Check that what this engine sends and loads fits `kv_role`."""
+    load, handoff, role = settings.load, config.handoff, vllm_config.kv_transfer_config.kv_role
     if handoff is not None:
         given, fits = handoff.role, {"kv_producer": "prefill", "kv_consumer": "decode"}.get(role, "both")
         if {fits, given} == {"prefill", "decode"}:
             raise ConfigError(f"handoff.role = {given!r}: kv_role is {role!r}; want {fits!r} or 'both'")
         if handoff.receives and load != "async":
             raise ConfigError(f"load = {load!r}: want 'async' for an engine that receives handoffs")
-    if (
-        load == "async"
-        and overlap
-        and role == "kv_producer"
-        and (tiers := config.resolved_policy().retrieve_from)
-    ):
+    overlap = vllm_config.max_concurrent_batches > 1
+    loads_beside = load == "async" and overlap and role == "kv_producer"
+    if loads_beside and (tiers := config.resolved_policy().retrieve_from):
         raise ConfigError(
             f"kv_role = {role!r}: this engine loads from {', '.join(tiers)}, and vLLM keeps the blocks of "
             "overlapping steps apart only for 'kv_both' and 'kv_consumer'; want 'kv_both', or "

@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -295,10 +295,10 @@ def stage_layers(
     """
     if record_stages is None:
         return None
-    told: list[Sequence[Mapping[str, KVCacheSpec]]] = [groups] * stages
+    gathered: list[Sequence[Mapping[str, KVCacheSpec]]] = [groups] * stages
     if stages > 1:
-        torch.distributed.all_gather_object(told, groups, group=compat.find("get_pp_group")().cpu_group)
-    return StageLayers(told, record_stages)
+        torch.distributed.all_gather_object(gathered, groups, group=compat.find("get_pp_group")().cpu_group)
+    return StageLayers(gathered, record_stages)
 
 
 def divisors(number: int) -> list[int]:
@@ -383,6 +383,91 @@ def complete_tokens(
     return stop - first
 
 
+@dataclass(frozen=True, slots=True)
+class _Grouping:
+    """Steps of `group_pages`, whose arguments it has; `numbers` are the layers' in the model, by name."""
+
+    tensors: Mapping[str, torch.Tensor]
+    numbers: Mapping[str, int]
+    blocks: int
+    opaque: bool
+    heads: RankHeads | None
+    stages: StageLayers | None
+    precision: Precision | None
+    orders: Mapping[str, PageOrder] | None
+
+    def forms(self, specs: Mapping[str, KVCacheSpec]) -> dict[tuple[LayerGroup, int], list[str]]:
+        """Return the names of a table's layers by their form and number of kernel blocks per block."""
+        forms: dict[tuple[LayerGroup, int], list[str]] = {}
+        for name in sorted(specs, key=layer_order):
+            if isinstance(specs[name], MambaSpec):
+                continue
+            tensor, order = self.tensors[name], None if self.orders is None else self.orders[name]
+            form = _form(specs[name], tensor, self.blocks, self.opaque, order)
+            try:
+                form = replace(form, precision=self.precision)
+            except LayoutError as error:
+                raise ConfigError(f"layer {name}: {error}") from error
+            forms.setdefault((form, tensor.shape[0] // self.blocks), []).append(name)
+        return forms
+
+    def groups(
+        self, table: int, spec: Any, form: LayerGroup, ratio: int, names: list[str]
+    ) -> Iterator[GroupPages]:
+        """Yield a layer group per record that layers of one form are divided into."""
+        every, ranges = names, [range(len(names))]
+        if self.stages is not None:
+            every, ranges = self.stages.parts(table, names)
+        layers = tuple(self.numbers[name] for name in every)
+        parts, ratio, held = self._parts(spec, replace(form, layers=layers), ratio, names)
+        for part, mine in itertools.product(parts, ranges):
+            every_head = range(part.kv_heads), range(part.kv_heads)
+            ours, theirs = every_head if self.heads is None else self.heads.within(part, spec)
+            begin = mine.start - ranges[0].start
+            some = held[begin : begin + len(mine)]
+            if len(parts) > 1:
+                some = [tensor[:, ours.start : ours.stop] for tensor in some]
+            if len(mine) < len(every):
+                part = replace(part, layers=layers[mine.start : mine.stop], model_layers=layers)
+            its = tuple(every[mine.start : mine.stop])
+            placed = None if self.orders is None else self.orders[its[0]].part(ours.start, len(ours)).joined
+            pages = Pages.of(part, some, placed, theirs)
+            yield GroupPages(table, spec.block_size, ratio, pages, its, spec)
+
+    def _parts(
+        self, spec: Any, whole: LayerGroup, ratio: int, names: list[str]
+    ) -> tuple[list[LayerGroup], int, list[torch.Tensor]]:
+        """Divide the heads of layers of one form into records.
+
+        Returns:
+            The layer group of each record, without regard to stages; pages of these per block of the table;
+            and the layers' tensors, with a first dimension of such pages.
+        """
+        held = [self.tensors[name] for name in names]
+        parts = [whole] if self.heads is None else self.heads.parts(whole, spec)
+        reads_parts = self.heads is not None and self.heads.reads_parts(spec)
+        if not whole.opaque:
+            return parts, ratio, held
+        if parts[0].parts == 1 and not reads_parts:
+            return parts, 1, [tensor.view(self.blocks, -1, *tensor.shape[1:]) for tensor in held]
+        # heads are contiguous within a kernel block, but not within one of vLLM's
+        if (len(parts) > 1 or reads_parts) and not self.opaque:
+            raise ConfigError(
+                f"record_ranks: the pages of layer {names[0]} cannot be divided into heads, as its "
+                "attention backend packs K and V in its own order; want none"
+            )
+        if parts[0].parts == 1 and ratio > 1:
+            raise ConfigError(
+                f"record_ranks: {ratio} blocks of the kernel are one of the {spec.block_size} tokens "
+                f"of layer {names[0]}, and one page of such records; want none"
+            )
+        small = [
+            replace(part, block_tokens=part.block_tokens // ratio, page_bytes=(part.page_bytes or 0) // ratio)
+            for part in parts
+        ]
+        return small, ratio, held
+
+
 def group_pages(
     groups: Sequence[Mapping[str, KVCacheSpec]],
     tensors: Mapping[str, torch.Tensor],
@@ -414,57 +499,14 @@ def group_pages(
     """
     everywhere = [groups] if stages is None else stages.stages
     names = sorted((name for stage in everywhere for specs in stage for name in specs), key=layer_order)
-    order = {name: i for i, name in enumerate(names)}
-    found: list[GroupPages] = []
-    for table, specs in enumerate(groups):
-        forms: dict[tuple[LayerGroup, int], list[str]] = {}
-        for name in sorted(specs, key=layer_order):
-            if isinstance(specs[name], MambaSpec):
-                continue
-            order_of = None if orders is None else orders[name]
-            form = _form(specs[name], tensors[name], blocks, opaque, order_of)
-            try:
-                form = replace(form, precision=precision)
-            except LayoutError as error:
-                raise ConfigError(f"layer {name}: {error}") from error
-            forms.setdefault((form, tensors[name].shape[0] // blocks), []).append(name)
-        for (form, ratio), names in forms.items():
-            spec, held = specs[names[0]], [tensors[name] for name in names]
-            every, ranges = (names, [range(len(names))]) if stages is None else stages.parts(table, names)
-            layers = tuple(order[name] for name in every)
-            whole = replace(form, layers=layers)
-            parts = [whole] if heads is None else heads.parts(whole, spec)
-            reads_parts = heads is not None and heads.reads_parts(spec)
-            if form.opaque and parts[0].parts == 1 and not reads_parts:
-                ratio, held = 1, [tensor.view(blocks, -1, *tensor.shape[1:]) for tensor in held]
-            elif form.opaque:  # heads are contiguous within a kernel block, but not within one of vLLM's
-                if (len(parts) > 1 or reads_parts) and not opaque:
-                    raise ConfigError(
-                        f"record_ranks: the pages of layer {names[0]} cannot be divided into heads, as its "
-                        "attention backend packs K and V in its own order; want none"
-                    )
-                if parts[0].parts == 1 and ratio > 1:
-                    raise ConfigError(
-                        f"record_ranks: {ratio} blocks of the kernel are one of the {spec.block_size} tokens "
-                        f"of layer {names[0]}, and one page of such records; want none"
-                    )
-                parts = [
-                    replace(p, block_tokens=p.block_tokens // ratio, page_bytes=(p.page_bytes or 0) // ratio)
-                    for p in parts
-                ]
-            for part, mine in itertools.product(parts, ranges):
-                every_head = range(part.kv_heads), range(part.kv_heads)
-                ours, theirs = every_head if heads is None else heads.within(part, spec)
-                begin = mine.start - ranges[0].start
-                some = held[begin : begin + len(mine)]
-                if len(parts) > 1:
-                    some = [tensor[:, ours.start : ours.stop] for tensor in some]
-                if len(mine) < len(every):
-                    part = replace(part, layers=layers[mine.start : mine.stop], model_layers=layers)
-                its = tuple(every[mine.start : mine.stop])
-                placed = None if orders is None else orders[its[0]].part(ours.start, len(ours)).joined
-                pages = Pages.of(part, some, placed, theirs)
-                found.append(GroupPages(table, spec.block_size, ratio, pages, its, spec))
+    numbers = {name: i for i, name in enumerate(names)}
+    grouping = _Grouping(tensors, numbers, blocks, opaque, heads, stages, precision, orders)
+    found = [
+        group
+        for table, specs in enumerate(groups)
+        for (form, ratio), alike in grouping.forms(specs).items()
+        for group in grouping.groups(table, specs[alike[0]], form, ratio, alike)
+    ]
     # sorted by the model's layers, so that all stages have the same order of arrays
     found.sort(key=lambda e: (e.pages.group.all_layers, e.pages.group.layers, e.pages.group.first_head))
     share = (0, 1) if heads is None else heads.copies(entry.spec for entry in found)

@@ -119,7 +119,7 @@ class Refusals:
 
     def __init__(self) -> None:
         self._count = 0
-        self._told: set[str] = set()
+        self._reasons: set[str] = set()
 
     def add(self) -> None:
         """Count a refusal."""
@@ -128,8 +128,8 @@ class Refusals:
     def first(self, reason: str) -> bool:
         """Count a refusal. Return whether it is the first for this reason."""
         self.add()
-        known = reason in self._told
-        self._told.add(reason)
+        known = reason in self._reasons
+        self._reasons.add(reason)
         return not known
 
     def take(self) -> Stats | None:
@@ -148,7 +148,7 @@ class Recorder:
         self._tokens_per_record = cache.namespace.chunk_tokens / len(formats)
         self._bytes_per_token = sum(form.record_bytes for form in formats) / cache.namespace.chunk_tokens
         self._lock = threading.Lock()
-        self._told = Stats()
+        self._stats = Stats()
         self._before = Counts()
 
     def loaded(self, loaded: Loaded, seconds: float, kept: bool) -> None:
@@ -158,8 +158,8 @@ class Recorder:
         if not kept:
             self._note(load_errors=1)
 
-    def called_off(self, saves: int) -> None:
-        """Note saves that did not end in time and were called off."""
+    def cancelled_saves(self, saves: int) -> None:
+        """Note saves that did not end in time and were cancelled."""
         if saves:
             self._note(saves_called_off=saves)
 
@@ -188,13 +188,13 @@ class Recorder:
         grown["stored_tokens"] = dict(self._stored_tokens(now) - self._stored_tokens(before))
         self._note(**{name: value for name, value in grown.items() if value})
         with self._lock:
-            told, self._told = self._told, Stats()
-        return None if told.is_empty() else told
+            stats, self._stats = self._stats, Stats()
+        return None if stats.is_empty() else stats
 
     def _note(self, **counted: Any) -> None:
         if counted:
             with self._lock:
-                self._told.aggregate(Stats({self._rank: counted}))
+                self._stats.aggregate(Stats({self._rank: counted}))
 
     def _stored_tokens(self, counts: Counts) -> Counter[str]:
         """Return tokens by tier from all records so far: rounding per interval would lose parts of chunks."""

@@ -100,7 +100,7 @@ class Blender:
         step after this call, and the later stage receives those first. So no stage waits for data sent in the
         same step, and a choice that needs all stages is made in the next step.
         """
-        self._rows.settle()
+        self._rows.wait_for_sends()
         for c in completions:
             if c.looked:
                 self._choose(c)

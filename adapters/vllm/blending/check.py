@@ -121,7 +121,7 @@ def check_rows(rows: RowRunner) -> tuple[Rope | None, ...]:
         probe = _Probe(rows)
     worst = probe.with_gaps(probe.prefill())
     alone = {at: probe.keys_at(at) for at in (0, 1, min(_FAR, rows.config.model_config.max_model_len - 1))}
-    rows.settle()
+    rows.wait_for_sends()
     # all ranks have run everything by now, so an error on one rank stops no other halfway
     name, dtype = type(rows.model).__name__, rows.config.model_config.dtype
     log.info("%s: rows differ from a prefill by %.2g", name, worst)

@@ -333,7 +333,7 @@ class RowRunner:
             tensors[key].copy_(near)
         return tensors
 
-    def settle(self) -> None:
+    def wait_for_sends(self) -> None:
         """Wait until the next stage has received all sends; otherwise they are lost with this object.
 
         Do not call it in the step of vLLM in which they were sent (see `Blender.step`).

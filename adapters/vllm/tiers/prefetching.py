@@ -21,7 +21,7 @@ class PrefetchExecutor(Capability):
             space = self._context.namespaces.of(task.sequence)
             if space is not None:
                 self.prefetches.add(task.request_id, task.sequence.tokens, space, task.computed)
-        self.prefetches.start()
+        self.prefetches.start_next()
 
     def drop_kv(self) -> None:
         self.prefetches.end_all()

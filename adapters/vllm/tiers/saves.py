@@ -41,7 +41,7 @@ class SaveExecutor(Capability):
         late = [transfer for transfer in self._saving if not transfer.done()]
         for transfer in late:
             transfer.release_pages()
-        self._context.stats.called_off(len(late))
+        self._context.stats.cancelled_saves(len(late))
         if self._saving:  # a slow tier must not delay every step as long
             self._wait_s = max(self._wait_s / 2, SAVE_WAIT_S / 32) if late else SAVE_WAIT_S
         self._saving.clear()
