@@ -33,7 +33,8 @@ from kvkit.tiers.base import Tier
 from kvkit.tiers.health import HealthState
 from kvkit.transfer.closing import close
 from kvkit.transfer.counters import Counts
-from kvkit.transfer.layerwise import LayerLoad, LayerStore
+from kvkit.transfer.layer_load import LayerLoad
+from kvkit.transfer.layer_store import LayerStore
 from kvkit.transfer.load import Load, prefetch, read_chunk
 from kvkit.transfer.policy import (
     DEFAULT_REQUEST_POLICY,

@@ -11,7 +11,7 @@ import pytest
 from test_cache import make_engine, open_cache, sequence
 
 import kvkit.cache
-import kvkit.transfer.layerwise
+import kvkit.transfer.layer_load
 import kvkit.transfer.sequence
 import kvkit.transfer.store
 
@@ -36,11 +36,13 @@ def orders(monkeypatch: pytest.MonkeyPatch) -> list[Order]:
 
         return noted
 
-    for module in (kvkit.cache, kvkit.transfer.layerwise):
+    for module in (kvkit.cache, kvkit.transfer.layer_load):
         monkeypatch.setattr(module, "marks", marks)
     for module, way in ((kvkit.transfer.sequence, "unpack"), (kvkit.transfer.store, "pack")):
         monkeypatch.setattr(module, way, noting(way, getattr(module, way)))
-    monkeypatch.setattr(kvkit.transfer.layerwise, "unpack", noting("layer", kvkit.transfer.layerwise.unpack))
+    monkeypatch.setattr(
+        kvkit.transfer.layer_load, "unpack", noting("layer", kvkit.transfer.layer_load.unpack)
+    )
     return found
 
 

@@ -11,7 +11,8 @@ import pytest
 import torch
 from test_cache import make_engine, open_cache, sequence
 
-import kvkit.transfer.layerwise
+import kvkit.transfer.layer_load
+import kvkit.transfer.layer_store
 import kvkit.transfer.sequence
 import kvkit.transfer.store
 import kvkit.transfer.warm_up
@@ -55,9 +56,9 @@ def compiled(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
 
     monkeypatch.setattr(DeviceMove, "launch", launch)
     monkeypatch.setattr(kvkit.transfer.warm_up, "COUNTS", (1, 3))
-    for module in (kvkit.transfer.store, kvkit.transfer.layerwise, kvkit.transfer.warm_up):
+    for module in (kvkit.transfer.store, kvkit.transfer.layer_store, kvkit.transfer.warm_up):
         monkeypatch.setattr(module, "pack", mover(True))
-    for module in (kvkit.transfer.sequence, kvkit.transfer.layerwise, kvkit.transfer.warm_up):
+    for module in (kvkit.transfer.sequence, kvkit.transfer.layer_load, kvkit.transfer.warm_up):
         monkeypatch.setattr(module, "unpack", mover(False))
     return found
 

@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from typing import Literal, TypeVar
 
 from kvkit.cache import Cache, Loaded
-from kvkit.transfer.layerwise import LayerLoad
+from kvkit.transfer.layer_load import LayerLoad
 from kvkit.transfer.sequence import Hit, SequencePages
 from kvkit.workers import Transfer
 

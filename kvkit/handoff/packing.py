@@ -12,7 +12,7 @@ from kvkit.handoff.rank_transfers import RankTransfers
 from kvkit.handoff.sender import HandoffError, RemoteSlots
 from kvkit.handoff.transport.channel import ChannelError
 from kvkit.staging import release_all
-from kvkit.transfer.layerwise import LayerPacker
+from kvkit.transfer.layer_store import LayerPacker
 from kvkit.transfer.sequence import Chunks, SequencePages, check_pages
 from kvkit.workers import Transfer
 

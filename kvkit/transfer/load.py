@@ -14,7 +14,7 @@ from kvkit.staging import Lease, StagingTimeout, release_all
 from kvkit.transfer import plan as planning
 from kvkit.transfer.plan import RetrievePlan, Segment
 from kvkit.transfer.policy import for_request
-from kvkit.transfer.read_pipeline import PlanReads
+from kvkit.transfer.read_pipeline import PlanReads, SegmentReads
 from kvkit.transfer.sequence import Chunks, Hit, Loaded, SequencePages, at_place, snapshot_places
 from kvkit.transfer.write_backs import WriteBacks
 from kvkit.transfer.write_pipeline import WritePipeline
@@ -63,7 +63,8 @@ class Load:
                 segments = self._usable_segments()
                 if not segments:
                     continue
-                reads = PlanReads(self.tiers, self._chunks, segments, self.throttled)
+                by_segment = [SegmentReads(self.tiers, self._chunks, segment) for segment in segments]
+                reads = PlanReads(self.tiers, by_segment, self.throttled)
                 transfer.when_stopped(reads.cancel)
                 try:
                     while self._done < segments[-1].stop and reads.failed is None and not transfer.stopped:

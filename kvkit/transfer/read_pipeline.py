@@ -1,4 +1,4 @@
-"""Reads of a load: verified records in slots, read ahead from all tiers of a plan in parallel."""
+"""Reads of a load: verified records, or parts of them, in slots, read ahead in order of need."""
 
 from __future__ import annotations
 
@@ -6,9 +6,13 @@ import logging
 import threading
 import time
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import islice
+from typing import ClassVar
+
+import numpy as np
+import numpy.typing as npt
 
 from kvkit.format import record
 from kvkit.staging import Lease, StagingTimeout, release_all
@@ -34,7 +38,7 @@ EXCHANGE_WAIT_S = 0.1
 
 
 class PlanReads:
-    """The records of a plan's segments, in order. Used by one thread: `take`, `take`, ..., `close`.
+    """Reads of segments, in order of need. Used by one thread: `take`, `take`, ..., `close`.
 
     While the records of one tier are used, those of the next tiers are read. Slots go first to as many reads
     as each tier runs at once, then to reads that queue for its threads. A load never waits for a slot while
@@ -42,18 +46,14 @@ class PlanReads:
     the next chunk finds no slot, records read ahead are released.
 
     Args:
-        segments: consecutive segments of `chunks`.
         throttled: request at most `THROTTLED_READS` times a tier's `reads_at_once`, which keeps its threads
             busy but lets other requests through.
     """
 
-    def __init__(
-        self, tiers: TierSet, chunks: Chunks, segments: Sequence[Segment], throttled: bool = False
-    ) -> None:
+    def __init__(self, tiers: TierSet, reads: Iterable[SegmentReads], throttled: bool = False) -> None:
         self._tiers = tiers
         self._throttled = throttled
-        self._groups = chunks.groups
-        self._reads = deque(SegmentReads(tiers, chunks, segment) for segment in segments)
+        self._reads = deque(reads)
 
     @property
     def tier(self) -> str:
@@ -63,9 +63,8 @@ class PlanReads:
     @property
     def short(self) -> bool:
         """True if there are chunks to read ahead and no slots for them."""
-        return self._tiers.staging.free < self._groups and any(
-            reads.next < reads.stop for reads in self._reads
-        )
+        free = self._tiers.staging.free
+        return any(reads.next < reads.stop and free < reads.per_chunk for reads in self._reads)
 
     @property
     def failed(self) -> tuple[str | None, BaseException] | None:
@@ -78,16 +77,26 @@ class PlanReads:
 
         If empty, `failed` has the reason.
         """
+        return [read.lease for read in self.take_reads()]
+
+    def take_reads(self) -> list[RecordRead]:
+        """Do what `take` does, and return the reads that have the leases."""
         while self._reads[0].first == self._reads[0].stop and len(self._reads) > 1:
             self._reads.popleft()
         first, *later = self._reads
         self._fill()
         if not first.in_flight:  # no slots: all are held
             for reads in later:
-                reads.restart()
+                reads.give_up(reads.first)
             first.fill(1, wait=True)
             self._fill()
         return first.take_ready()
+
+    def clip(self, stop: int) -> None:
+        """Leave out all chunks from `stop` on, and release what was read ahead of them."""
+        for reads in self._reads:
+            reads.stop = max(reads.first, min(reads.stop, stop))
+            reads.give_up(reads.stop)
 
     def cancel(self) -> None:
         """End a waiting `take` and all later ones; from any thread."""
@@ -97,7 +106,7 @@ class PlanReads:
     def close(self) -> None:
         """Release records that were not taken; tiers keep their own leases until their reads end."""
         for reads in self._reads:
-            reads.restart()
+            reads.give_up(reads.first)
 
     def _fill(self) -> None:
         """Start reads, in order of need, while there are slots.
@@ -117,18 +126,18 @@ class PlanReads:
             room[reads.tier] -= reads.unread
         for reads in self._reads:
             if room[reads.tier] > 0:
-                room[reads.tier] -= reads.fill(-(-room[reads.tier] // self._groups))
+                room[reads.tier] -= reads.fill(-(-room[reads.tier] // reads.per_chunk))
         # 2. further reads, so that the tier's threads need not wait for this one
         for reads in self._reads:
             ahead = room[reads.tier] + (THROTTLED_READS - 1) * self._tiers.tiers[reads.tier].reads_at_once
-            most = -(-ahead // self._groups) if self._throttled else MAX_IN_FLIGHT
-            if most > 0 and self._tiers.staging.free >= self._groups:  # others do not release slots for these
+            most = -(-ahead // reads.per_chunk) if self._throttled else MAX_IN_FLIGHT
+            if most > 0 and self._tiers.staging.free >= reads.per_chunk:  # others release none for these
                 room[reads.tier] -= reads.fill(most)
 
 
 @dataclass(eq=False, slots=True)
 class RecordRead:
-    """The read of record `number` of a sequence into a slot.
+    """The read of record `number` of a sequence into bytes [start, stop) of a slot.
 
     Once `ended` or given up, later reports do not change it.
 
@@ -143,12 +152,19 @@ class RecordRead:
 
     number: int
     lease: Lease
+    start: int = 0
+    stop: int | None = None
     lent: bool = False
     ended: bool = False
     error: BaseException | None = None
     began: float = 0.0
     awaited: bool = False
     left: bool = False
+
+    @property
+    def data(self) -> npt.NDArray[np.uint8]:
+        """The bytes read, uint8; valid until the slot's release."""
+        return self.lease.array[self.start : self.stop]
 
 
 class SegmentReads:
@@ -162,14 +178,19 @@ class SegmentReads:
 
     Attributes:
         tier: source tier.
+        per_chunk: reads per chunk.
         first, next, stop: chunk positions, see `PlanReads._fill`.
         in_flight: the records of chunks [first, next).
         error: the error that ended the reads early; None if there is none.
         failed: the record to blame for `error`; None if there is none.
     """
 
+    together: ClassVar[bool] = False
+    """True to read and to take all chunks at once, False to do so as they come."""
+
     def __init__(self, tiers: TierSet, chunks: Chunks, segment: Segment) -> None:
         self.tier = segment.tier
+        self.per_chunk = chunks.groups
         self.first = self.next = segment.start
         self.stop = segment.stop
         self.in_flight: deque[RecordRead] = deque()
@@ -192,53 +213,40 @@ class SegmentReads:
 
         Returns the number of records requested; none if the tier lends them.
         """
-        groups = self._chunks.groups
-        ahead = MAX_IN_FLIGHT - len(self.in_flight) // groups
+        ahead = self.stop if self.together else MAX_IN_FLIGHT - len(self.in_flight) // self.per_chunk
         wanted = min(at_most, self.stop - self.next, ahead)
         if wanted < 1 or self.error is not None:
             return 0
-        names = self._chunks.records(self.next, self.next + wanted)
-        if self._borrow(names):
-            return 0
         try:
-            leases = self._tiers.staging.acquire(
-                len(names),
-                self._tiers.timeout_s if wait else 0.0,
-                at_least=groups,
-                stopped=lambda: self._cancelled,
-            )
+            reads = self._lease(wanted, wait)
         except (StagingTimeout, Stopped) as error:
             if wait:
                 log.warning("load stopped early: %s", str(error) or type(error).__name__)
                 self.error = error
             return 0
-        now = time.monotonic()
-        reads = [RecordRead(self.next * groups + i, lease, began=now) for i, lease in enumerate(leases)]
         self.in_flight.extend(reads)
-        self.next += len(leases) // groups
-        for read in reads:
-            mine = self._tiers.owned_by_rank(self.tier, self._chunks, read.number // groups)
-            read.awaited = self._meeting is not None and not mine
-        return self._start([read for read in reads if not read.awaited])
+        self.next += len(reads) // self.per_chunk
+        missing = [read for read in reads if not (read.ended or read.awaited)]
+        self._start(missing)
+        return len(missing)
 
-    def take_ready(self) -> list[Lease]:
-        """Return verified leases of the next chunks, for the caller to release.
+    def take_ready(self) -> list[RecordRead]:
+        """Return verified reads of the next chunks, whose leases the caller releases.
 
         Waits for the first chunk, and also takes the complete chunks after it. If empty, `error` has the
         reason.
         """
-        deadline = time.monotonic() + self._tiers.timeout_s
-        ready: list[Lease] = []
+        ready: list[RecordRead] = []
         while self.in_flight:
-            chunk = list(islice(self.in_flight, self._chunks.groups))
-            if ready and not all(read.ended for read in chunk):
+            chunk = list(islice(self.in_flight, self.per_chunk))
+            if ready and not (self.together or all(read.ended for read in chunk)):
                 break
-            self._wait(chunk, deadline)
+            self._wait(chunk, time.monotonic() + self._tiers.timeout_s)
             if self.error is not None:
                 break
             for _ in chunk:
                 self.in_flight.popleft()
-            ready.extend(read.lease for read in chunk)
+            ready.extend(chunk)
             self.first += 1
         return ready
 
@@ -249,41 +257,58 @@ class SegmentReads:
             self._changed.notify()
         self._tiers.staging.wake()
 
-    def restart(self) -> None:
-        """Release records that were not taken; the tier keeps its own leases until its reads end."""
-        for read in self.in_flight:
+    def give_up(self, start: int) -> None:
+        """Release records not taken, from chunk `start` on; readers keep their own leases until they end."""
+        while self.in_flight and self.in_flight[-1].number // self._chunks.groups >= start:
+            read = self.in_flight.pop()
             read.ended = True
             read.lease.release()
-        self.in_flight.clear()
-        self.next = self.first
+        self.next = min(self.next, start)
 
-    def _borrow(self, names: Sequence[str]) -> bool:
-        """Take records that are in slots already; return whether there are any."""
-        groups, tier = self._chunks.groups, self._tiers.tiers[self.tier]
-        leases: list[Lease] = []
+    def _lease(self, wanted: int, wait: bool) -> Sequence[RecordRead]:
+        """Return new reads, with their slots, of up to `wanted` chunks from `next` on.
+
+        Raises:
+            StagingTimeout, Stopped: there are no slots.
+        """
+        names = self._chunks.records(self.next, self.next + wanted)
+        numbers = range(self.next * self.per_chunk, self.stop * self.per_chunk)
+        if lent := self._borrow(names):
+            return [RecordRead(*pair, lent=True, ended=True) for pair in zip(numbers, lent, strict=False)]
+        leases, now = self._acquire(len(names), self.per_chunk, wait), time.monotonic()
+        reads = [RecordRead(*pair, began=now) for pair in zip(numbers, leases, strict=False)]
+        for read in reads:
+            mine = self._tiers.owned_by_rank(self.tier, self._chunks, read.number // self.per_chunk)
+            read.awaited = self._meeting is not None and not mine
+        return reads
+
+    def _acquire(self, at_most: int, at_least: int, wait: bool) -> list[Lease]:
+        """Lease slots, and `wait` for `at_least` of them."""
+        timeout_s = self._tiers.timeout_s if wait else 0.0
+        return self._tiers.staging.acquire(at_most, timeout_s, at_least, stopped=lambda: self._cancelled)
+
+    def _borrow(self, names: Sequence[str]) -> list[Lease]:
+        """Take the leading chunks' records that are in slots already."""
+        tier, leases = self._tiers.tiers[self.tier], list[Lease]()
         for name in names:
             storage_name = self._tiers.storage_name(self.tier, name)
             lease = self._tiers.prefetched.take(storage_name) or tier.borrow(name)
             if lease is None:
                 break
             leases.append(lease)
-        whole = len(leases) // groups * groups
+        whole = len(leases) // self.per_chunk * self.per_chunk
         release_all(leases[whole:])
-        start = self.next * groups
-        self.in_flight.extend(RecordRead(start + i, leases[i], lent=True, ended=True) for i in range(whole))
-        self.next += whole // groups
-        return whole > 0
+        return leases[:whole]
 
-    def _start(self, reads: Sequence[RecordRead]) -> int:
-        """Request records from the tier; return how many."""
+    def _start(self, reads: Sequence[RecordRead]) -> None:
+        """Request records from the tier."""
         if not reads:
-            return 0
+            return
         by_name = {self._chunks.names[read.number]: read for read in reads}
         leases = [read.lease for read in reads]
         self._tiers.get(
             self.tier, list(by_name), leases, lambda name, error: self._on_complete(by_name[name], error)
         )
-        return len(reads)
 
     def _exchange(self) -> None:
         """Share records with other ranks: put those read here, take theirs, and read late ones here."""

@@ -133,8 +133,8 @@ class CacheLife:
             ("kvkit.cache", "_warm_up"): lambda: None,
             ("kvkit.format.arrays", "metadata"): lambda *_: b"{}",  # Zarr has threads of its own
             ("kvkit.transfer.store", "pack"): kernels.pack,
-            ("kvkit.transfer.layerwise", "pack"): kernels.pack,
-            ("kvkit.transfer.layerwise", "unpack"): kernels.unpack,
+            ("kvkit.transfer.layer_store", "pack"): kernels.pack,
+            ("kvkit.transfer.layer_load", "unpack"): kernels.unpack,
             ("kvkit.transfer.sequence", "unpack"): kernels.unpack,
             ("kvkit.tiers.objects", "open_store"): lambda name, url, config: self.stores[name],
         }

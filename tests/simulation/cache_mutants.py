@@ -13,7 +13,7 @@ PUTS, PROMISES, READS = (
 TIERS, STORE, LOAD = "kvkit/transfer/tier_set.py", "kvkit/transfer/store.py", "kvkit/transfer/load.py"
 PREFETCHED, BACK = "kvkit/transfer/prefetched.py", "kvkit/transfer/write_backs.py"
 MEMORY, OBJECTS, BASE = "kvkit/tiers/memory.py", "kvkit/tiers/objects.py", "kvkit/tiers/base.py"
-HEALTH, CACHE, LAYERS = "kvkit/tiers/health.py", "kvkit/cache.py", "kvkit/transfer/layerwise.py"
+HEALTH, CACHE, LAYERS = "kvkit/tiers/health.py", "kvkit/cache.py", "kvkit/transfer/layer_reads.py"
 CLOSING = "kvkit/transfer/closing.py"
 
 CACHE_MUTANTS = (
@@ -237,13 +237,13 @@ CACHE_MUTANTS = (
         """\
             read.ended = True
             read.lease.release()
-        self.in_flight.clear()
+        self.next = min(self.next, start)
 """,
         """\
             read.ended = True
             if not read.error:
                 read.lease.release()
-        self.in_flight.clear()
+        self.next = min(self.next, start)
 """,
     ),
     Mutant(
@@ -384,17 +384,12 @@ CACHE_MUTANTS = (
         "a layer's slots are given back while it is being read into them",
         LAYERS,
         """\
-        share = lease.share()
-
-        def read() -> None:
             with share:
+                self._read(read, share)
 """,
         """\
-        share = lease.share()
-        lease = share
-
-        def read() -> None:
-            if True:
+            share.release()
+            self._read(read, share)
 """,
     ),
 )

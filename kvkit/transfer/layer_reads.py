@@ -1,0 +1,178 @@
+"""Reads of one layer of records: byte ranges, in shares of slots or in the records' own."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+from functools import partial
+from itertools import islice
+
+from kvkit.format import record
+from kvkit.staging import Lease, StagingError, release_all
+from kvkit.tiers.base import DamagedObject, copy_ranges
+from kvkit.transfer.layers import Layer
+from kvkit.transfer.plan import Segment
+from kvkit.transfer.read_pipeline import PlanReads, RecordRead, SegmentReads
+from kvkit.transfer.sequence import Chunks
+from kvkit.transfer.tier_set import TierSet
+from kvkit.workers import Workers
+
+LAYERS_AHEAD = 3
+"""Layers that are read ahead while one is used."""
+
+
+@dataclass(eq=False, slots=True)
+class LayeredRecord:
+    """One record of a layered load, and its own slot, if it has one.
+
+    Attributes:
+        whole: True if the slot holds the whole record, or will. Otherwise its layers are read to their places
+            there one by one, for a write-back; the slot is released if others wait for one.
+        coming: done when the tier has read the whole record; None if it does not.
+        header: the record's header, once verified.
+    """
+
+    name: str
+    tier: str
+    lease: Lease | None = None
+    whole: bool = False
+    coming: Future[None] | None = None
+    header: bytearray | None = None
+    _lock: threading.Lock = field(default_factory=threading.Lock)
+
+    def share(self) -> Lease | None:
+        """Return a share of the record's own slot; None if it has none."""
+        with self._lock:
+            return None if self.lease is None else self.lease.share()
+
+    def release(self) -> bool:
+        """Release the record's own slot; return whether it had one. From any thread. Mutates."""
+        with self._lock:
+            lease, self.lease = self.lease, None
+        if lease is not None:
+            lease.release()
+        return lease is not None
+
+
+class LayersReads(PlanReads):
+    """Reads of layers of the same segments, in order of need: a few layers ahead while there are slots."""
+
+    def __init__(self, tiers: TierSet, reads: Sequence[LayerReads], segments: int) -> None:
+        super().__init__(tiers, reads)
+        self._ahead = (LAYERS_AHEAD + 1) * segments
+
+    def _fill(self) -> None:
+        for reads in islice(self._reads, self._ahead):
+            reads.fill(reads.stop - reads.next)
+            if reads.next < reads.stop:
+                break
+
+
+class LayerReads(SegmentReads):
+    """One layer of the records of a segment: byte ranges, each verified by the thread that read it.
+
+    Args:
+        records: the sequence's records with this layer, one per chunk.
+        readers: threads that read parts of records of this tier.
+    """
+
+    together = True
+
+    def __init__(
+        self,
+        tiers: TierSet,
+        chunks: Chunks,
+        segment: Segment,
+        layer: Layer,
+        records: Sequence[LayeredRecord],
+        readers: Workers,
+    ) -> None:
+        super().__init__(tiers, chunks, segment)
+        self.per_chunk = 1
+        self._meeting = None  # ranks share whole records only
+        self._layer = layer
+        self._form = chunks.formats[layer.group]
+        self._range = record.layer_range(self._form, layer.place)
+        self._records = records
+        self._readers = readers
+
+    def _lease(self, wanted: int, wait: bool) -> Sequence[RecordRead]:
+        """Lease slots for all chunks left, or if `wait`, as many as are free.
+
+        Chunks whose records have slots of their own need none; pieces of others share slots.
+        """
+        (offset, size), staging = self._range, self._tiers.staging
+        per_slot = staging.slot_bytes // size
+        left = self._records[self.next : self.stop]
+        slots = -(-sum(entry.lease is None for entry in left) // per_slot)
+        leases: list[Lease] = []
+        # others do not release slots for read-ahead
+        if slots and (staging.free >= slots or (wait and left[0].lease is None)):
+            leases = self._acquire(slots, 1 if wait else slots, wait)
+        room = ((lease, i * size) for lease in leases for i in range(per_slot))
+        reads: list[RecordRead] = []
+        for chunk, entry in enumerate(left, self.next):
+            own = entry.share()
+            slot, start = next(room, (None, 0)) if own is None else (own, offset)
+            if slot is None:
+                break
+            number = chunk * self._chunks.groups + self._layer.group
+            reads.append(RecordRead(number, own or slot.share(), start, start + size))
+        release_all(leases)
+        return reads
+
+    def _start(self, reads: Sequence[RecordRead]) -> None:
+        self._readers.start(*(partial(self._carry_out, read) for read in reads))
+
+    def _carry_out(self, read: RecordRead) -> None:
+        """Read and verify a layer of a record, unless it was given up."""
+        try:
+            share = read.lease.share()  # a late read must not write into a reused slot
+        except StagingError:  # given up
+            return
+        error: BaseException | None = None
+        try:
+            with share:
+                self._read(read, share)
+        except BaseException as caught:  # the load reports it
+            error = caught
+        self._on_complete(read, error)
+
+    def _damage(self, read: RecordRead) -> None:
+        """Find nothing: `_read` has verified the layer."""
+
+    def _read(self, read: RecordRead, slot: Lease) -> None:
+        """Fill `read.data` and verify it, with the header or trailer if not yet read.
+
+        For a record that is `whole`, the layer is in its slot already, or arrives with the record.
+
+        Raises:
+            OSError: the layer is not available or is damaged.
+        """
+        form, place, chunk = self._form, self._layer.place, read.number // self._chunks.groups
+        entry = self._records[chunk]
+        if entry.coming is not None:
+            entry.coming.result(self._tiers.timeout_s)
+        data = slot.array[read.start : read.stop].data
+        new, last = entry.header is None, place == form.shape[0] - 1
+        header = entry.header or bytearray(form.header_bytes)
+        trailer = bytearray(form.record_bytes - form.layers_end)
+        parts = [((0, form.header_bytes), memoryview(header))] if new else []
+        if not entry.whole:
+            parts.append((self._range, data))
+        if last:  # adjacent to the last layer, so the tier can read both at once
+            parts.append(((form.layers_end, len(trailer)), memoryview(trailer)))
+        ranges, buffers = [part[0] for part in parts], [part[1] for part in parts]
+        if entry.whole:
+            copy_ranges(entry.name, slot.buffer[: slot.used], ranges, buffers)
+        else:
+            self._tiers.tiers[self.tier].get_ranges(entry.name, ranges, buffers)
+        # even if another read has set `entry.header` meanwhile: this header is the one used
+        damage = record.verify_header(form, header, *self._chunks.identity(chunk)) if new else None
+        damage = damage or record.verify_layer(form, header, place, data)
+        damage = damage or (record.verify_trailer(form, trailer) if last else None)
+        if damage is not None:
+            raise DamagedObject(f"{entry.name}: {damage}", damage)
+        entry.header = header
