@@ -19,6 +19,7 @@ log = logging.getLogger(__name__)
 
 PagesOf = Callable[[int, int], Sequence[SequencePages]]
 """Returns the pages of tokens [start, stop) of a prompt; both are multiples of a block."""
+LoadMode = Literal["async", "sync", "layerwise"]
 NOTHING = Loaded(0)
 
 
@@ -68,7 +69,7 @@ class PromptLoad:
         start: int,
         stop: int,
         pages: PagesOf,
-        how: Literal["async", "sync", "layerwise"],
+        how: LoadMode,
         wake: Callable[[object], object],
     ) -> None:
         size = cache.namespace.chunk_tokens

@@ -9,14 +9,14 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
 
-from kvkit.adapters.engine.loads import PagesOf
+from kvkit.adapters.engine.loads import LoadMode, PromptHit, PromptLoad
 from kvkit.adapters.engine.request_stats import RequestStats
 from kvkit.adapters.engine.speed import Speed
 from kvkit.adapters.vllm.namespaces import Namespaces
 from kvkit.adapters.vllm.pages import GroupPages, complete_tokens
 from kvkit.adapters.vllm.settings import Settings
 from kvkit.adapters.vllm.stats import Recorder
-from kvkit.adapters.vllm.step import NamedChunks, StepMetadata, Tables, WorkerReport
+from kvkit.adapters.vllm.step import LoadTask, NamedChunks, StepMetadata, Tables, WorkerReport
 from kvkit.cache import Cache
 from kvkit.format.layout import Namespace
 from kvkit.transfer.sequence import Chunks, SequencePages
@@ -106,9 +106,10 @@ class WorkerContext:
             for group in self.groups
         ]
 
-    def pages_of(self, blocks: Tables, base: int) -> PagesOf:
-        """Return `pages` for these blocks."""
-        return partial(self.pages, blocks, base)
+    def start_load(self, task: LoadTask, hit: PromptHit | None, how: LoadMode) -> PromptLoad:
+        """Start the load of a task from a hit; with "sync", wait for it as `PromptLoad` does."""
+        pages = partial(self.pages, task.blocks, task.start - task.start % self.namespace.chunk_tokens)
+        return PromptLoad(self.cache, hit, task.start, task.stop, pages, how, self.wakeups.notify)
 
     def complete_tokens(self, request_id: str, blocks: Tables, first: int, stop: int) -> int:
         """Return how many leading tokens of [first, stop) have all of their blocks; log if not all have."""

@@ -79,9 +79,7 @@ class Worker:
         self.stats = context.stats
         self._loras = loras
         self._windows = has_windows(group.spec for group in groups)
-        self._released: set[str] = (
-            set()
-        )  # requests whose save or transfer is over, until `finish` returns them
+        self._released: set[str] = set()  # requests whose save or transfer is over, until `finish` is called
         self._began = time.monotonic()
         if context.on_gpu:
             self.cache.warm_up([group.place([], namespace.chunk_tokens) for group in groups])

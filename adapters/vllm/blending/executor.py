@@ -113,11 +113,8 @@ class BlendExecutor(Capability):
 
     def _start(self, task: BlendTask, found: PromptHit | None) -> None:
         """Start the loads of a blend. Tokens that `found` lacks will be computed."""
-        prefix, context, load = task.prefix, self._context, None
-        if prefix is not None:
-            base = prefix.start - prefix.start % context.namespace.chunk_tokens
-            pages, wake = context.pages_of(prefix.blocks, base), context.wakeups.notify
-            load = PromptLoad(context.cache, found, prefix.start, prefix.stop, pages, "async", wake)
+        prefix = task.prefix
+        load = None if prefix is None else self._context.start_load(prefix, found, "async")
         blend = self._blends[task.request_id] = ActiveBlend(task, time.monotonic(), load)
         hits = () if found is None else found.documents
         for number, span in enumerate(task.spans):

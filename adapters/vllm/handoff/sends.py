@@ -83,7 +83,7 @@ class SendExecutor(Capability):
         context = self._context
         return {
             send.request_id: PromptPiece(
-                send.first, send.stop, context.pages_of(send.blocks, send.first), ready, send.last
+                send.first, send.stop, partial(context.pages, send.blocks, send.first), ready, send.last
             )
             for send in step.sends
             if context.complete_tokens(send.request_id, send.blocks, send.first, send.stop)

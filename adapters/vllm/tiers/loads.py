@@ -70,9 +70,7 @@ class LoadExecutor(Capability):
         for task in step.loads:
             context.request_stats.begin(task.request_id)
             hit = self.lookups.claim(task.request_id, task.number)
-            base = task.start - task.start % context.namespace.chunk_tokens
-            pages, how = context.pages_of(task.blocks, base), context.settings.load
-            load = PromptLoad(context.cache, hit, task.start, task.stop, pages, how, context.wakeups.notify)
+            load = context.start_load(task, hit, context.settings.load)
             self._loading[task.request_id] = task, load
         if context.settings.load == "sync":
             self._finish_all()
