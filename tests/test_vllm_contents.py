@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import fcntl
 import json
 import os
-import threading
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -56,8 +55,8 @@ def entry_of(memory: Path) -> Path:
 
 def claim(entry: Path, digest: str) -> None:
     """Have an entry remember something else, rightly made."""
-    told = json.loads(entry.read_text())["told"] | {"digest": digest}
-    entry.write_text(json.dumps({"told": told, "check": contents._check(told)}))
+    stamp = Stamp(**json.loads(entry.read_text())["stamp"])
+    entry.write_text(json.dumps(contents._entry(stamp, digest)))
 
 
 @given(size=st.integers(0, 300), at=st.integers(0, 299), piece=st.integers(1, 100))
@@ -159,58 +158,12 @@ def test_where_nothing_can_be_remembered_the_files_are_read(settled: Path, tmp_p
     assert digests([settled], tmp_path / "file" / "below") == digests([settled], None)
 
 
-def test_a_file_that_another_process_reads_is_waited_for(settled: Path, memory: Path) -> None:
-    digests([settled], memory)
-    found: list[str] = []
-    with open(entry_of(memory), "r+") as entry:
-        fcntl.flock(entry, fcntl.LOCK_EX)
-        thread = threading.Thread(target=lambda: found.extend(digests([settled], memory)))
-        thread.start()
-        wait_for(lambda: waiting_for(entry_of(memory)))
-        claim(entry_of(memory), OTHER)
-    thread.join()
-    assert found == [OTHER]
-
-
-def test_a_process_that_gets_no_further_is_not_waited_for(
-    settled: Path, memory: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    """Such as a stopped one: the log says that it is waited for, and that it no longer is."""
-    monkeypatch.setattr(contents, "STALLED_S", 0.1)
-    (digest,) = digests([settled], memory)
+def test_engines_that_start_at_once_spoil_no_entry(settled: Path, memory: Path) -> None:
+    (expected,) = digests([settled], None)
+    with ThreadPoolExecutor(8) as engines:
+        assert set(engines.map(lambda _: digests([settled], memory)[0], range(16))) == {expected}
     claim(entry_of(memory), OTHER)
-    with open(entry_of(memory), "r+") as entry, caplog.at_level("INFO"):
-        fcntl.flock(entry, fcntl.LOCK_EX)
-        assert digests([settled], memory) == [digest]
-    waits, gave_up = caplog.messages
-    assert waits == f"fingerprint: waiting for another process that reads {settled}"
-    assert gave_up == f"fingerprint: another process made no progress with {settled} in 0.1 s"
-
-
-def test_entries_of_files_that_are_gone_or_changed_go_when_another_is_written(
-    tmp_path: Path, memory: Path
-) -> None:
-    files = {name: write(tmp_path / name) for name in ("kept", "gone", "changed", "read", "new")}
-    wait_for(lambda: all(Stamp.of(file).settled for file in files.values()))
-    entries = {}
-    for name in ("kept", "gone", "changed", "read"):
-        before = set(memory.iterdir()) if entries else set()
-        digests([files[name]], memory)
-        (entries[name],) = set(memory.iterdir()) - before
-    for name in ("gone", "read"):
-        files[name].rename(files[name].with_suffix(".old"))
-    flip(files["changed"], 0)
-    with open(entries["read"]) as entry:  # by another process
-        fcntl.flock(entry, fcntl.LOCK_EX)
-        digests([files["new"]], memory)
-    assert {name for name, entry in entries.items() if entry.exists()} == {"kept", "read"}
-    assert len(list(memory.iterdir())) == 3
-
-
-def waiting_for(entry: Path) -> bool:
-    """Whether this process has a file open twice."""
-    opened = [os.path.realpath(link) for link in Path("/proc/self/fd").iterdir()]
-    return opened.count(str(entry.resolve())) > 1
+    assert digests([settled], memory) == [OTHER]
 
 
 def test_a_file_that_is_written_to_meanwhile_is_an_error(

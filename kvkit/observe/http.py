@@ -45,7 +45,7 @@ from kvkit.environment import is_loopback
 from kvkit.format.layout import Namespace
 from kvkit.observe import metrics
 from kvkit.observe.access import DEFAULT_PORT, check_token, listen
-from kvkit.observe.connections import HttpListener
+from kvkit.observe.connections import Connection, Listener
 from kvkit.settings import ConfigError
 from kvkit.tiers.health import HealthState
 from kvkit.transfer.sequence import UnknownModel
@@ -100,7 +100,8 @@ class Server:
         settings = uvicorn.Config(
             app,
             loop="asyncio",
-            http="h11",
+            http=Connection,
+            backlog=1,
             ws="none",
             lifespan="off",
             log_config=None,
@@ -109,7 +110,7 @@ class Server:
             proxy_headers=False,
             timeout_graceful_shutdown=_CLOSE_S,
         )
-        self._server = HttpListener(settings)
+        self._server = Listener(settings)
         self._thread = threading.Thread(target=self._run, name="kvkit-http", daemon=True)
         self._thread.start()
 
@@ -236,54 +237,62 @@ def _app(cache: Cache, workers: Workers, clearing: Workers, timeout_s: float) ->
     def pin(body: _PinBody) -> dict[str, Any]:
         return {"pinned_tokens": cache.pin(body.tokens, body.seconds, space(body))}
 
-    def post(path: str, model: type[_B], act: Callable[[_B], dict[str, Any]], threads: Workers) -> Route:
-        def work(raw: bytes) -> dict[str, Any]:
-            try:
-                body = model.model_validate_json(raw)
-            except ValidationError as error:
-                first = error.errors(include_url=False, include_input=False, include_context=False)[0]
-                where = ".".join(map(str, first["loc"])) or "body"
-                wanted = ", ".join(model.model_fields)
-                raise HTTPException(422, f"{where}: {first['msg']}; the fields are {wanted}") from None
-            return act(body)
-
-        async def endpoint(request: Request) -> Response:
-            raw = await _read(request)
-            # shielded: a worker completes its future even if nobody waits for it any more
-            future = asyncio.wrap_future(threads.submit(lambda: work(raw)))
-            try:
-                return JSONResponse(await asyncio.wait_for(asyncio.shield(future), timeout_s))
-            except TimeoutError:
-                if future.done():  # the tier timed out, not this wait
-                    raise
-                raise HTTPException(504, f"no answer within {timeout_s} s") from None
-
-        return Route(path, endpoint, methods=["POST"])
-
-    async def refuse(_: Request, error: Exception) -> Response:
-        assert isinstance(error, HTTPException)
-        return JSONResponse({"error": error.detail}, error.status_code, error.headers)
-
-    async def fail(request: Request, error: Exception) -> Response:
-        log.warning("%s failed", request.url.path, exc_info=error)
-        kind = type(error).__name__  # the error's text may quote a store's address, so only the log has it
-        return JSONResponse({"error": f"{request.url.path} failed: {kind}; see the log"}, 500)
-
-    async def drop(_: Request, __: Exception) -> Response:
-        return Response(status_code=400)
-
     routes = [
         Route("/metrics", show_metrics),
         Route("/health", health),
         Route("/tiers", tiers),
-        post("/lookup", _LookupBody, lookup, workers),
-        post("/clear", _ClearBody, clear, clearing),
-        post("/pin", _PinBody, pin, workers),
+        _post("/lookup", _LookupBody, lookup, workers, timeout_s),
+        _post("/clear", _ClearBody, clear, clearing, timeout_s),
+        _post("/pin", _PinBody, pin, workers, timeout_s),
     ]
     # each kind by name: a handler of Exception itself would make the server log a second traceback
     kinds: Sequence[type[Exception]] = (OSError, RuntimeError, ValueError, LookupError, TypeError)
-    handlers = {HTTPException: refuse, ClientDisconnect: drop} | dict.fromkeys(kinds, fail)
+    handlers = {HTTPException: _refuse, ClientDisconnect: _drop} | dict.fromkeys(kinds, _fail)
     return Starlette(routes=routes, exception_handlers=handlers)
+
+
+def _post(
+    path: str, model: type[_B], act: Callable[[_B], dict[str, Any]], threads: Workers, timeout_s: float
+) -> Route:
+    """Build the route of an act on a body, which is parsed and carried out in one of `threads`."""
+
+    def work(raw: bytes) -> dict[str, Any]:
+        try:
+            body = model.model_validate_json(raw)
+        except ValidationError as error:
+            first = error.errors(include_url=False, include_input=False, include_context=False)[0]
+            where = ".".join(map(str, first["loc"])) or "body"
+            wanted = ", ".join(model.model_fields)
+            raise HTTPException(422, f"{where}: {first['msg']}; the fields are {wanted}") from None
+        return act(body)
+
+    async def endpoint(request: Request) -> Response:
+        raw = await _read(request)
+        # shielded: a worker completes its future even if nobody waits for it any more
+        future = asyncio.wrap_future(threads.submit(lambda: work(raw)))
+        try:
+            return JSONResponse(await asyncio.wait_for(asyncio.shield(future), timeout_s))
+        except TimeoutError:
+            if future.done():  # the tier timed out, not this wait
+                raise
+            raise HTTPException(504, f"no answer within {timeout_s} s") from None
+
+    return Route(path, endpoint, methods=["POST"])
+
+
+async def _refuse(_: Request, error: Exception) -> Response:
+    assert isinstance(error, HTTPException)
+    return JSONResponse({"error": error.detail}, error.status_code, error.headers)
+
+
+async def _fail(request: Request, error: Exception) -> Response:
+    log.warning("%s failed", request.url.path, exc_info=error)
+    kind = type(error).__name__  # the error's text may quote a store's address, so only the log has it
+    return JSONResponse({"error": f"{request.url.path} failed: {kind}; see the log"}, 500)
+
+
+async def _drop(_: Request, __: Exception) -> Response:
+    return Response(status_code=400)
 
 
 async def _read(request: Request) -> bytes:
