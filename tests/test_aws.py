@@ -90,13 +90,6 @@ def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-@pytest.fixture(params=["obstore", "s3fs"])
-def library(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
-    if request.param == "s3fs":
-        monkeypatch.setattr("kvkit.tiers.stores.find_spec", lambda name: None)
-    return str(request.param)
-
-
 def look(server: Empty, **options: object) -> None:
     """Look for a record in a bucket of that server."""
     config = TierConfig(url="s3://bucket/x", options={"endpoint": server.url, **options}, timeout_s=TIMEOUT_S)
@@ -118,7 +111,6 @@ def look(server: Empty, **options: object) -> None:
     ],
 )
 def test_a_profile_is_heeded(
-    library: str,
     environment: dict[str, str],
     signed: tuple[str, str],
     server: Empty,
@@ -130,9 +122,7 @@ def test_a_profile_is_heeded(
     assert set(server.signed) == {signed}
 
 
-def test_profiles_of_other_files(
-    library: str, server: Empty, home: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_profiles_of_other_files(server: Empty, home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for name, variable in (("credentials", "AWS_SHARED_CREDENTIALS_FILE"), ("config", "AWS_CONFIG_FILE")):
         (home / ".aws" / name).rename(home / name)
         monkeypatch.setenv(variable, str(home / name))
@@ -141,18 +131,17 @@ def test_profiles_of_other_files(
     assert set(server.signed) == {("WORK", "eu-west-7")}
 
 
-def test_options_win_over_a_profile(library: str, server: Empty, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_options_win_over_a_profile(server: Empty, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("AWS_PROFILE", "work")
     look(server, access_key_id="GIVEN", secret_access_key="hush", region="eu-west-1")
     assert set(server.signed) == {("GIVEN", "eu-west-1")}
 
 
 def test_a_profile_that_is_not_there_is_refused_by_name(
-    library: str, server: Empty, monkeypatch: pytest.MonkeyPatch
+    server: Empty, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """obstore's when the tier is opened, s3fs's with the first request."""
     monkeypatch.setenv("AWS_PROFILE", "wrok")
-    with pytest.raises(ValueError if library == "obstore" else TierError, match="wrok"):
+    with pytest.raises(ValueError, match="wrok"):
         look(server)
     assert server.paths == []
 
@@ -183,15 +172,6 @@ def test_missing_credentials_are_named(server: Empty, home: Path, monkeypatch: p
     with pytest.raises(TierError, match=r"no credentials: none among the options.*service gives none"):
         look(server, metadata_endpoint=server.url)
     assert "/latest/api/token" in server.paths
-
-
-def test_s3fs_names_missing_credentials(server: Empty, home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (home / ".aws" / "credentials").unlink()
-    monkeypatch.setenv("AWS_EC2_METADATA_DISABLED", "true")
-    monkeypatch.setattr("kvkit.tiers.stores.find_spec", lambda name: None)
-    with pytest.raises(TierError, match="no credentials: none among the options"):
-        look(server)
-    assert server.paths == []
 
 
 def test_a_profile_whose_credentials_fail_is_an_error_of_the_store(

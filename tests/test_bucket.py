@@ -23,7 +23,7 @@ from kvkit.tiers.base import Tier, TierError
 from kvkit.tiers.bucket import Bucket
 from kvkit.tiers.health import FAILURES_TO_PAUSE
 from kvkit.tiers.objects import ObjectTier
-from kvkit.tiers.settings import TierConfig
+from kvkit.tiers.settings import TierConfig, open_tier
 from kvkit.tiers.testing.contract import (
     DEADLINE_S,
     RECORDS,
@@ -68,15 +68,6 @@ class TestBucket(TierContract):
         return ObjectTier(TierConfig(url=url, options=s3.options, scope="shared"))
 
 
-class TestBucketThroughS3fs(TierContract):
-    """As where obstore is not installed."""
-
-    @pytest.fixture
-    def tier(self, s3: S3Server, url: str, monkeypatch: pytest.MonkeyPatch) -> Tier:  # noqa: F811
-        monkeypatch.setattr("kvkit.tiers.stores.find_spec", lambda name: None)
-        return ObjectTier(TierConfig(url=url, options=s3.options, scope="shared"))
-
-
 def test_another_process_writes_and_a_restart_finds_it(s3: S3Server, url: str, staging: Staging) -> None:  # noqa: F811
     ours, theirs = (ObjectTier(TierConfig(url=url, options=s3.options)) for _ in range(2))
     names = record_names(4)
@@ -97,7 +88,7 @@ import sys
 from kvkit.staging import Staging
 from kvkit.tiers.testing.contract import SLOT_BYTES, SLOTS, put, record_names
 from kvkit.tiers.objects import ObjectTier
-from kvkit.tiers.settings import TierConfig
+from kvkit.tiers.settings import TierConfig, open_tier
 tier = ObjectTier(TierConfig(url=sys.argv[1], options={"endpoint": sys.argv[2]}))
 staging = Staging(SLOT_BYTES, SLOTS)
 names = record_names(16)
@@ -371,10 +362,13 @@ def test_wrong_settings(url: str, options: dict[str, Any], words: list[str]) -> 
     assert "hush" not in str(caught.value)
 
 
-def test_s3fs_refuses_what_it_does_not_know(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("kvkit.tiers.stores.find_spec", lambda name: None)
-    with pytest.raises(ValueError, match="'skip_signature' needs obstore"):
-        ObjectTier(TierConfig(url="s3://bucket", options={"skip_signature": True}))
+def test_without_obstore_the_package_to_install_is_named(
+    staging: Staging, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delitem(sys.modules, "kvkit.tiers.bucket")
+    monkeypatch.setitem(sys.modules, "obstore", None)
+    with pytest.raises(ValueError, match=r"obstore is missing: pip install 'kvkit-llm\[s3\]'"):
+        open_tier("far", TierConfig(url="s3://bucket"), staging)
 
 
 def test_the_server_knows_the_records_by_their_names(s3: S3Server, url: str, staging: Staging) -> None:  # noqa: F811

@@ -38,12 +38,9 @@ def test_unknown_prompts_cost_no_known_one_its_hit(caplog: pytest.LogCaptureFixt
         assert server.asked["HEAD"] == 1, "it is asked in a way that says why"
 
 
-@pytest.mark.parametrize("library", ["obstore", "s3fs"])
 def test_what_vanishes_without_permission_to_list_is_missing(
-    library: str, staging: Staging, monkeypatch: pytest.MonkeyPatch
+    staging: Staging,
 ) -> None:
-    if library == "s3fs":
-        monkeypatch.setattr("kvkit.tiers.stores.find_spec", lambda name: None)
     names = record_names(2)
     with quirky_s3("no list") as (server, options):
         tier = ObjectTier(TierConfig(url=URL, options=options))

@@ -17,18 +17,10 @@ from fsspec.core import url_to_fs
 
 from kvkit.format.names import is_folder, is_record
 from kvkit.format.record import Damage
-from kvkit.tiers.aws import missing_credentials
 from kvkit.tiers.base import DamagedObject, Ranges, TierError, UnreadableObject, cut_short
-from kvkit.tiers.denials import Denials
 from kvkit.tiers.folder import TEMPORARY, check_name
 from kvkit.workers import submit, within
 
-_BUCKETS = {"s3", "s3a", "gs", "gcs", "az", "abfs"}
-"""Protocols with a flat listing: `find` takes one page per thousand objects."""
-_ATOMIC = {"memory"} | _BUCKETS
-"""Protocols with atomic puts: an object is visible only when complete."""
-_PAGES = 60
-"""Timeout of a bucket's listing, as a multiple of `timeout_s`."""
 FsspecRoot = tuple[Any, str]
 """A file system of fsspec, and a path in it."""
 _LOST = (TimeoutError, ConnectionError, EOFError)
@@ -46,7 +38,6 @@ class FsspecStore:
 
     Args:
         connect: function that returns the file system and the root in it.
-        url: URL of the root, without secrets.
         hide: function that removes secrets from the text of an error.
         timeout_s: longest call to the file system, in seconds.
         found: result of an earlier `connect`; None if not connected yet.
@@ -55,13 +46,11 @@ class FsspecStore:
     def __init__(
         self,
         connect: Callable[[], FsspecRoot],
-        url: str,
         hide: Callable[[str], str],
         timeout_s: float,
         found: FsspecRoot | None = None,
     ) -> None:
         self._files: Any = _Calls(connect, hide, timeout_s, found)
-        self._denials = Denials(url, lambda name: self._files.info(f"{self._files.root}/{name}"))
 
     def size(self, name: str) -> int | None:
         try:
@@ -90,9 +79,6 @@ class FsspecStore:
 
     def write(self, name: str, data: memoryview) -> None:
         path = self._path(name)
-        if not _ATOMIC.isdisjoint(self._files.protocols):
-            self._files.pipe_file(path, bytes(data))
-            return
         folder = posixpath.dirname(path)
         temporary = f"{folder}/{TEMPORARY}{secrets.token_hex(8)}"
         self._files.makedirs(folder, exist_ok=True)
@@ -109,17 +95,7 @@ class FsspecStore:
             self._files.rm_file(self._path(name))
 
     def scan(self) -> Iterator[tuple[str, int]]:
-        if _ATOMIC.isdisjoint(self._files.protocols):
-            yield from self._walk("")
-            return
-        try:
-            found = self._files.find(self._files.root)
-        except FileNotFoundError:
-            return
-        for path, info in found.items():
-            name = path[len(self._files.root) :].lstrip("/")
-            if is_record(name):
-                yield name, int(info["size"])
+        return self._walk("")
 
     def _walk(self, folder: str) -> Iterator[tuple[str, int]]:
         """Yield the records below a folder, with one `ls` per folder: fsspec's `find` hides errors."""
@@ -148,7 +124,7 @@ class FsspecStore:
         Raises:
             DamagedObject: the object ends before a range does, or is not a file.
             UnreadableObject: the object cannot be read, or no object can.
-            FileNotFoundError: it is missing, or denied by a store that denies access to missing objects.
+            FileNotFoundError: it is missing.
         """
         try:
             yield
@@ -157,8 +133,6 @@ class FsspecStore:
         except OSError as error:
             if error.errno == errno.EINVAL:  # fsspec's form of "416 Range Not Satisfiable"
                 raise DamagedObject(f"{name}: it ends before a range does", Damage.TRUNCATED) from error
-            if isinstance(error, PermissionError) and self._denials.learn():
-                raise FileNotFoundError(f"{name} is missing, or denied") from error
             if isinstance(error, PermissionError) or error.errno == errno.EIO:
                 raise UnreadableObject(f"{name}: {error}", name) from error
             raise
@@ -191,17 +165,6 @@ class _Calls:
     def root(self) -> str:
         """Path of the root. Connects if necessary."""
         return self._connected()[1].rstrip("/")
-
-    @property
-    def protocols(self) -> set[str]:
-        """Names of the file system's protocol. Connects if necessary."""
-        protocol = self._connected()[0].protocol
-        return {protocol} if isinstance(protocol, str) else set(protocol)
-
-    def find(self, path: str) -> dict[str, Any]:
-        """Return all objects below `path`, with their details."""
-        found: dict[str, Any] = self._call("find", _PAGES * self._timeout_s, path, detail=True)
-        return found
 
     def __getattr__(self, method: str) -> Any:
         return partial(self._call, method, self._timeout_s)
@@ -241,8 +204,6 @@ class _Calls:
         """Return the error to raise for an error of `method`."""
         if isinstance(error, TimeoutError):
             return TimeoutError(f"{method}: no answer within timeout_s={self._timeout_s}")
-        if type(error).__name__ == "NoCredentialsError":  # of botocore, which may not be installed
-            return TierError(f"{method}: {missing_credentials()}")
         if not isinstance(error, OSError):
             return TierError(self._hide(f"{method}: {str(error) or type(error).__name__}"))
         kind = next(c for c in type(error).__mro__ if c.__module__ == "builtins")
@@ -267,15 +228,10 @@ def file_system_at(url: str, options: Mapping[str, Any], timeout_s: float) -> Fs
     Raises:
         Exception: an error of fsspec or the library behind it; the message may show a secret.
     """
-    settings: Mapping[str, Any] = options
-    protocol = url.partition("://")[0]
-    if protocol in ("s3", "s3a"):
-        settings = _s3fs_options(options, timeout_s)
-    elif protocol == "ftp":
-        settings = {"timeout": 2 * timeout_s, **options}
-    files, root = url_to_fs(url, use_listings_cache=False, **{"skip_instance_cache": True, **settings})
-    if hasattr(files, "retries"):  # s3fs repeats a request by itself, five times
-        files.retries = 1
+    settings = {"skip_instance_cache": True, **options}
+    if url.startswith("ftp://"):
+        settings.setdefault("timeout", 2 * timeout_s)
+    files, root = url_to_fs(url, use_listings_cache=False, **settings)
     if "webhdfs" in files.protocol:
         files.session.request = partial(files.session.request, timeout=2 * timeout_s)
     return files, root
@@ -289,34 +245,6 @@ def make_cache_folders(options: Mapping[str, Any]) -> None:
     """
     for copies in _cache_folders(options):
         os.makedirs(copies, mode=0o700, exist_ok=True)
-
-
-def _s3fs_options(options: Mapping[str, Any], timeout_s: float) -> dict[str, Any]:
-    """Return the options of an S3 bucket under s3fs's names, with timeouts and without retries.
-
-    Raises:
-        ValueError: s3fs does not have an option.
-    """
-    names = {
-        "endpoint": "endpoint_url",
-        "access_key_id": "key",
-        "secret_access_key": "secret",
-        "session_token": "token",
-        "region": "region",
-    }
-    unknown = [name for name in options if name not in names]
-    if unknown:
-        raise ValueError(f"options: {unknown[0]!r} needs obstore; s3fs takes {', '.join(names)}")
-    settings = {names[name]: value for name, value in options.items()}
-    region = settings.pop("region", None)
-    return settings | {
-        "client_kwargs": {"region_name": region} if region else {},
-        "config_kwargs": {
-            "connect_timeout": timeout_s,
-            "read_timeout": timeout_s,
-            "retries": {"total_max_attempts": 1},
-        },
-    }
 
 
 def _cache_folders(options: Mapping[str, Any]) -> Iterator[str]:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
-from importlib.util import find_spec
 
 from fsspec import available_protocols
 from fsspec.implementations.local import LocalFileSystem
@@ -24,10 +23,11 @@ def open_store(tier: str, url: str, config: TierConfig) -> ObjectStore:
 
     Raises:
         ValueError: obstore or fsspec cannot open the URL here, or an option is unknown.
+        ModuleNotFoundError: obstore is missing.
     """
     options = config.plain_options()
     try:
-        if kind_of(url) is TIERS["bucket"] and find_spec("obstore") is not None:
+        if kind_of(url) is TIERS["bucket"]:
             from kvkit.tiers.bucket import Bucket
 
             return Bucket(url, options, config.timeout_s)
@@ -39,15 +39,13 @@ def open_store(tier: str, url: str, config: TierConfig) -> ObjectStore:
             make_cache_folders(options)
             found = _reached(connect, config.timeout_s)
         except Exception as error:  # each protocol has its own
-            install = kind_of(url).install
             raise ValueError(
-                f"url={shown(url)!r}: {hide(str(error), url, options=options)}; "
-                f"{install}{', or ' if install else ''}want a folder, or <protocol>://... with one of "
-                f"{', '.join(available_protocols())}"
+                f"url={shown(url)!r}: {hide(str(error), url, options=options)}; want a folder, or "
+                f"<protocol>://... with one of {', '.join(available_protocols())}"
             ) from None
         if found is None or not isinstance(found[0], LocalFileSystem):
             hidden = partial(hide, url=url, options=options)
-            return FsspecStore(connect, shown(url), hidden, config.timeout_s, found)
+            return FsspecStore(connect, hidden, config.timeout_s, found)
         if options:
             raise ValueError(f"options: {', '.join(options)}: a folder has none")
         return Folder(found[1], config.fsync, config.access)
