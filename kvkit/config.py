@@ -240,21 +240,8 @@ def open_cache(
         raise ConfigError(
             f"precision = {config.precision!r}: the layout's is {found!r}; want one that `Config.layout` made"
         )
-    slot_bytes = largest_record_bytes(layout, namespace)
-    passing = config.staging // slot_bytes
-    if passing < len(layout.groups):
-        raise ConfigError(
-            f"staging={config.staging.human_readable()}: a chunk of this model takes {len(layout.groups)} "
-            f"slots of {ByteSize(slot_bytes).human_readable()}"
-        )
-    resident = {n: (t.capacities[0] or 0) // slot_bytes for n, t in config.tiers.items() if t.in_memory}
-    slots = passing + sum(resident.values())
     with ExitStack() as opened:
-        try:
-            staging = Staging(slot_bytes, slots)
-        except (OSError, OverflowError) as error:
-            size = ByteSize(slot_bytes * slots).human_readable()
-            raise ConfigError(f"staging and memory tiers: {size} cannot be allocated: {error}") from error
+        staging = _open_staging(config, layout, namespace)
         opened.callback(staging.close)
         try:
             tiers = []
@@ -291,6 +278,24 @@ def open_cache(
             )
         opened.pop_all()
     return cache
+
+
+def _open_staging(config: Config, layout: KVLayout, namespace: Namespace) -> Staging:
+    """Allocate the slots of staging and of memory tiers, each of the size of the largest record."""
+    slot_bytes = largest_record_bytes(layout, namespace)
+    passing = config.staging // slot_bytes
+    if passing < len(layout.groups):
+        raise ConfigError(
+            f"staging={config.staging.human_readable()}: a chunk of this model takes {len(layout.groups)} "
+            f"slots of {ByteSize(slot_bytes).human_readable()}"
+        )
+    resident = (tier.capacities[0] or 0 for tier in config.tiers.values() if tier.in_memory)
+    slots = passing + sum(capacity // slot_bytes for capacity in resident)
+    try:
+        return Staging(slot_bytes, slots)
+    except (OSError, OverflowError) as error:
+        size = ByteSize(slot_bytes * slots).human_readable()
+        raise ConfigError(f"staging and memory tiers: {size} cannot be allocated: {error}") from error
 
 
 def _open_handoff(

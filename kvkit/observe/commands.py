@@ -3,12 +3,18 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from kvkit.settings import import_from_here
+
+if TYPE_CHECKING:
+    from rich.table import Table
+
+    from kvkit.observe.inspect import ArrayListing
 
 
 def inspect(
@@ -25,14 +31,10 @@ def inspect(
 ) -> None:
     """List a store: namespaces, chunks, tokens, bytes, damaged records. Reads all of it; changes nothing."""
     from rich.console import Console
-    from rich.markup import escape
-    from rich.table import Column, Table
 
-    from kvkit.config import load_config
     from kvkit.environment import printable
     from kvkit.format import urls
-    from kvkit.observe.inspect import described, list_store, list_tier
-    from kvkit.observe.progress import spaced, timed
+    from kvkit.observe.inspect import described
     from kvkit.observe.terminal import show, tell_json
 
     console = Console()
@@ -40,20 +42,8 @@ def inspect(
     def say(text: str) -> None:
         console.print(printable(text), markup=False, highlight=False, soft_wrap=True)
 
-    done, hint = [], spaced(timed(Console(stderr=True)))
     try:
-        if config is None:
-            listings = list_store(store, hint)
-        else:
-            import_from_here()  # eviction policies
-            tiers = load_config(config).tiers
-            if store not in tiers:
-                sys.exit(f"{config}: no tier {store!r}; the tiers are {', '.join(tiers) or 'none'}")
-            listings = list_tier(store, tiers[store], hint)
-        for listing, complete in listings:
-            hint(f"reading {listing.array}: {listing.chunks} chunks")
-            if complete:
-                done.append(listing)
+        done = _listed(store, config)
     except (OSError, ValueError, ImportError) as error:
         sys.exit(urls.hide(str(error), store))
     if as_json:
@@ -62,9 +52,48 @@ def inspect(
     if not done:
         say(f"{urls.shown(store)}: no records")
         return
+    show(_table(done), console)
+    for listing in done:
+        for name, reason in listing.damaged:
+            say(f"damaged: {name}: {reason}")
+    if any(listing.damaged for listing in done):
+        raise typer.Exit(1)
+
+
+def _listed(store: str, config: Path | None) -> list[ArrayListing]:
+    """Read all of a store, or of a tier of a configuration file, and tell how far it is."""
+    from rich.console import Console
+
+    from kvkit.config import load_config
+    from kvkit.observe.inspect import list_store, list_tier
+    from kvkit.observe.progress import spaced, timed
+
+    done, hint = [], spaced(timed(Console(stderr=True)))
+    if config is None:
+        listings = list_store(store, hint)
+    else:
+        import_from_here()  # eviction policies
+        tiers = load_config(config).tiers
+        if store not in tiers:
+            sys.exit(f"{config}: no tier {store!r}; the tiers are {', '.join(tiers) or 'none'}")
+        listings = list_tier(store, tiers[store], hint)
+    for listing, complete in listings:
+        hint(f"reading {listing.array}: {listing.chunks} chunks")
+        if complete:
+            done.append(listing)
+    return done
+
+
+def _table(listings: Sequence[ArrayListing]) -> Table:
+    """Return a table with a row for each array."""
+    from rich.markup import escape
+    from rich.table import Column, Table
+
+    from kvkit.environment import printable
+
     numbers = (Column(name, justify="right") for name in ("chunks", "tokens", "MB", "damaged"))
     shown = Table("namespace", "group", "model", *numbers)
-    for listing in done:
+    for listing in listings:
         digest, _, group = listing.array.rpartition("/")
         precision = str(listing.namespace.get("layout", "")).partition("-")[2]
         told = *(listing.namespace.get(name, "") for name in ("model", "dtype")), precision
@@ -73,9 +102,4 @@ def inspect(
             *(escape(digest), escape(group), escape(printable(model or "no zarr.json")), str(listing.chunks)),
             *(str(listing.tokens), f"{listing.bytes / 1e6:.1f}", str(len(listing.damaged))),
         )
-    show(shown, console)
-    for listing in done:
-        for name, reason in listing.damaged:
-            say(f"damaged: {name}: {reason}")
-    if any(listing.damaged for listing in done):
-        raise typer.Exit(1)
+    return shown

@@ -89,7 +89,7 @@ class Connection(H11Protocol):
         return len(others) <= most or bool(idle)
 
 
-class Listener(uvicorn.Server):
+class HttpListener(uvicorn.Server):
     """uvicorn's server, for a `backlog` of 1: asyncio accepts a whole backlog before one is counted."""
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:

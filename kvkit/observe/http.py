@@ -45,7 +45,7 @@ from kvkit.environment import is_loopback
 from kvkit.format.layout import Namespace
 from kvkit.observe import metrics
 from kvkit.observe.access import DEFAULT_PORT, check_token, listen
-from kvkit.observe.connections import Connection, Listener
+from kvkit.observe.connections import Connection, HttpListener
 from kvkit.settings import ConfigError
 from kvkit.tiers.health import HealthState
 from kvkit.transfer.sequence import UnknownModel
@@ -110,7 +110,7 @@ class Server:
             proxy_headers=False,
             timeout_graceful_shutdown=_CLOSE_S,
         )
-        self._server = Listener(settings)
+        self._server = HttpListener(settings)
         self._thread = threading.Thread(target=self._run, name="kvkit-http", daemon=True)
         self._thread.start()
 
@@ -199,20 +199,7 @@ def _app(cache: Cache, workers: Workers, clearing: Workers, timeout_s: float) ->
         return JSONResponse({"status": worst, "tiers": states}, 503 if worst == "open" else 200)
 
     async def tiers(_: Request) -> Response:
-        states, depths = cache.tier_states(), cache.queue_depths()
-        shown = [
-            {
-                "name": name,
-                "scope": tier.scope,
-                "codec": tier.codec,
-                "precision": tier.precision,
-                "near": tier.near,
-                "state": states[name],
-                "queue_depth": depths.get(name, 0),
-            }
-            for name, tier in cache.tiers.items()
-        ]
-        return JSONResponse(shown)
+        return JSONResponse(_tiers(cache))
 
     def space(body: _TokensBody) -> Namespace:
         try:
@@ -249,6 +236,22 @@ def _app(cache: Cache, workers: Workers, clearing: Workers, timeout_s: float) ->
     kinds: Sequence[type[Exception]] = (OSError, RuntimeError, ValueError, LookupError, TypeError)
     handlers = {HTTPException: _refuse, ClientDisconnect: _drop} | dict.fromkeys(kinds, _fail)
     return Starlette(routes=routes, exception_handlers=handlers)
+
+
+def _tiers(cache: Cache) -> list[dict[str, Any]]:
+    states, depths = cache.tier_states(), cache.queue_depths()
+    return [
+        {
+            "name": name,
+            "scope": tier.scope,
+            "codec": tier.codec,
+            "precision": tier.precision,
+            "near": tier.near,
+            "state": states[name],
+            "queue_depth": depths.get(name, 0),
+        }
+        for name, tier in cache.tiers.items()
+    ]
 
 
 def _post(

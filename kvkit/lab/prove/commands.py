@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from kvkit.lab.prove.options import ProveOptions
 from kvkit.settings import grouped_options
+
+if TYPE_CHECKING:
+    from kvkit.lab.prove.verdict import ScenarioVerdict
 
 
 @grouped_options
@@ -25,26 +29,21 @@ def prove(
     KV was loaded. Exit status 0: everything that ran is proven; 1: something differs; 2: something is not
     proven, the engine was gone, or nothing could run.
     """
-    import resource
     import time
-    from dataclasses import asdict
 
     from rich.console import Console
 
     from kvkit.adapters.huggingface.smollm2 import ModelError
-    from kvkit.lab.files import BenchError, check_folders, write_figures
+    from kvkit.lab.files import BenchError, check_folders
     from kvkit.lab.prove.preparation import command_of, prepared
-    from kvkit.lab.prove.report import html, shown, versions, words_of
+    from kvkit.lab.prove.report import shown, words_of
     from kvkit.lab.prove.run import run
     from kvkit.lab.prove.verdict import exit_status
     from kvkit.lab.serve.systems import ended_by_sigterm
     from kvkit.observe.progress import timed
     from kvkit.observe.terminal import show
 
-    console = Console()
-    everybody = (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)
-
-    began = time.monotonic()
+    console, began = Console(), time.monotonic()
 
     def say(text: str) -> None:
         console.print(text, markup=False, highlight=False, soft_wrap=True)
@@ -64,20 +63,39 @@ def prove(
             "seed": proof.seed,
             "compared": words,
             "wall_s": round(time.monotonic() - began, 1),
-            "cpu_s": round(sum(sum(resource.getrusage(who)[:2]) for who in everybody), 1),
+            "cpu_s": _cpu_s(),
         }
         show(shown(verdicts), console)
         say(words)
         for one in verdicts:
             if one.outcome in ("differs", "not proven"):
                 say(f"to repeat: {command_of(options, proof.seed, one.scenario)}")
-        named = versions()
-        figures = facts | {"packages": named, "verdicts": [asdict(one) for one in verdicts]}
-        write_figures(json_path, **figures)
-        html_path.write_text(html(verdicts, facts | named, time.time()), encoding="utf-8")
-        say(f"verdicts: {json_path}")
-        say(f"page: {html_path}")
+        _write(verdicts, facts, json_path, html_path)
+        say(f"verdicts: {json_path}\npage: {html_path}")
     except (BenchError, ModelError, OSError) as error:
         Console(stderr=True).print(f"error: {error}", markup=False, highlight=False, soft_wrap=True)
         raise typer.Exit(2) from error
     raise typer.Exit(exit_status(verdicts))
+
+
+def _cpu_s() -> float:
+    """Return the CPU time of this process and its ended children, in seconds."""
+    import resource
+
+    everybody = (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)
+    return round(sum(sum(resource.getrusage(who)[:2]) for who in everybody), 1)
+
+
+def _write(
+    verdicts: Sequence[ScenarioVerdict], facts: Mapping[str, Any], json_path: Path, html_path: Path
+) -> None:
+    """Write the figures and the page, with the versions of installed packages."""
+    import time
+    from dataclasses import asdict
+
+    from kvkit.lab.files import write_figures
+    from kvkit.lab.prove.report import html, versions
+
+    named = versions()
+    write_figures(json_path, **facts, packages=named, verdicts=[asdict(one) for one in verdicts])
+    html_path.write_text(html(verdicts, {**facts, **named}, time.time()), encoding="utf-8")

@@ -7,6 +7,7 @@ import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, replace
+from itertools import product
 from pathlib import Path
 from urllib.parse import urlsplit
 
@@ -59,15 +60,9 @@ def run(traffic: Traffic, targets: Targets, json_path: Path, png_path: Path | No
     def say(text: str) -> None:
         console.print(text, markup=False, highlight=False, soft_wrap=True)
 
-    chosen = []
-    for system in systems:
-        if reason := missing(system):
-            say(f"{system}: left out, {reason}")
-        else:
-            chosen.append(system)
+    chosen = _installed(systems, say)
     if not chosen and not urls:
         raise BenchError("nothing to measure: install vLLM, or name a server with --url")
-    found: dict[tuple[str, str], Measured] = {}
     lost: dict[str, str] = {}
     running = [connect(*_named(url), targets.model) for url in urls]
     names = [*chosen, *(server.name for server in running)]
@@ -79,17 +74,11 @@ def run(traffic: Traffic, targets: Targets, json_path: Path, png_path: Path | No
         if chosen:
             setup = _sized(setup, settings, chosen, targets.interleave)
             say(setup.memory)
-        groups: list[Sequence[str | Target]] = [[*chosen, *running]]
-        if not targets.interleave:
-            groups = [*([system] for system in chosen), running]
-        for servers in groups:  # servers of a group run at once and alternate
-            with ExitStack() as stack:
-                ready = _start_all(servers, setup, stack, lost, say)
-                for measured in measure(ready, {w: known[w] for w in workloads}, traffic, lost, say):
-                    key = measured.workload, measured.system
-                    found[key] = found[key] + measured if key in found else measured
-    keys = [(workload, name) for workload in workloads for name in names]
-    results = [found[key] for key in keys if key in found]
+        groups: list[Sequence[str | Target]] = [*([system] for system in chosen), running]
+        if targets.interleave:
+            groups = [[*chosen, *running]]
+        found = _measure_groups(groups, setup, {w: known[w] for w in workloads}, traffic, lost, say)
+    results = [found[key] for key in product(workloads, names) if key in found]
     if results:
         for table in tables(results):
             show(table, console)
@@ -111,6 +100,48 @@ def run(traffic: Traffic, targets: Targets, json_path: Path, png_path: Path | No
         if png_path is not None:
             draw(results, png_path)
             say(f"picture: {png_path}")
+    _check_complete(results, lost)
+
+
+def _installed(systems: Sequence[str], say: Say) -> list[str]:
+    """Return those of `systems` that are installed, and tell of the others."""
+    chosen = []
+    for system in systems:
+        if reason := missing(system):
+            say(f"{system}: left out, {reason}")
+        else:
+            chosen.append(system)
+    return chosen
+
+
+def _measure_groups(
+    groups: Sequence[Sequence[str | Target]],
+    setup: Setup,
+    workloads: Mapping[str, Workload],
+    traffic: Traffic,
+    lost: dict[str, str],
+    say: Say,
+) -> dict[tuple[str, str], Measured]:
+    """Measure groups of servers, one after the other; returns all rounds by workload and server.
+
+    Servers of a group run at once and alternate. Mutates `lost`: adds the reason for each server that failed.
+    """
+    found: dict[tuple[str, str], Measured] = {}
+    for servers in groups:
+        with ExitStack() as stack:
+            ready = _start_all(servers, setup, stack, lost, say)
+            for measured in measure(ready, workloads, traffic, lost, say):
+                key = measured.workload, measured.system
+                found[key] = found[key] + measured if key in found else measured
+    return found
+
+
+def _check_complete(results: Sequence[Measured], lost: Mapping[str, str]) -> None:
+    """Check that no server was lost and no request failed.
+
+    Raises:
+        BenchError: see `run`.
+    """
     if lost:
         raise BenchError("\n".join(lost.values()))
     for measured in results:
