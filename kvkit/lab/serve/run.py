@@ -7,6 +7,7 @@ import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, replace
+from functools import partial
 from itertools import product
 from pathlib import Path
 from urllib.parse import urlsplit
@@ -56,10 +57,7 @@ def run(traffic: Traffic, targets: Targets, json_path: Path, png_path: Path | No
     options = split_options(targets.vllm)
     settings = None if targets.config is None else load_config(targets.config)
     chunk_tokens = CHUNK_TOKENS if settings is None else settings.chunk_tokens
-
-    def say(text: str) -> None:
-        console.print(text, markup=False, highlight=False, soft_wrap=True)
-
+    say = partial(console.print, markup=False, highlight=False, soft_wrap=True)
     chosen = _installed(systems, say)
     if not chosen and not urls:
         raise BenchError("nothing to measure: install vLLM, or name a server with --url")
