@@ -6,10 +6,8 @@ import logging
 import mmap
 import shlex
 import threading
-import time
-from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager, suppress
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack
 from functools import partial
 
 from kvkit.format import arrays
@@ -33,16 +31,15 @@ from kvkit.tiers.base import (
     Ranges,
     ThreadedTier,
     TierError,
-    TierFull,
     UnreadableObject,
     copy_ranges,
     default_threads,
-    owner_of,
 )
-from kvkit.tiers.eviction import state as eviction
+from kvkit.tiers.eviction.state import EvictionState
 from kvkit.tiers.folder import Access, Folder
 from kvkit.tiers.narrow import NarrowedStore, exact_bytes, narrow, widen
 from kvkit.tiers.settings import TierConfig, tier_at
+from kvkit.tiers.store_index import StoreIndex
 from kvkit.tiers.stores import open_store
 from kvkit.tiers.striped import StripedStore
 from kvkit.workers import Closed
@@ -85,21 +82,20 @@ class ObjectTier(ThreadedTier):
         self.scope = config.scope
         self.codec, self.precision = config.codec, config.precision
         self.reads_parts = self.codec == "none" and self.precision is None  # objects equal their slots
-        self._compressed: set[str] = set()  # compressed records found in a tier without a codec
         self._local = threading.local()
-        self._lock = threading.Lock()
-        self._writing: Counter[str] = Counter()
-        self._written: set[str] = set()  # names in `_writing` that another writer has completed
-        self._leaving: set[str] = set()  # evicted, not put again, and not deleted yet
-        self._doubted: list[set[str]] = []  # per `_doubting` block, the names not found since it began
         limits = [capacity for capacity in config.capacities if capacity is not None]
         capacity = min(limits) * len(stores) if limits else None
-        self._index = eviction.EvictionState(capacity, config.eviction, config.quota)
+        records = EvictionState(capacity, config.eviction, config.quota)
+        self._index = StoreIndex(name, self._store, records)
         try:
-            for record, size in self._store.scan():
-                self._note(record, size)
+            self._index.note(self._store.scan())
         except OSError as error:
             log.warning("tier %r: %s cannot be listed: %s", name, ", ".join(map(shown, config.urls)), error)
+
+    @property
+    def evicted(self) -> int:  # type: ignore[override]
+        """Number of records evicted so far."""
+        return self._index.evicted
 
     @classmethod
     def open(cls, name: str, config: TierConfig, staging: Staging) -> ObjectTier:
@@ -108,32 +104,23 @@ class ObjectTier(ThreadedTier):
     def match_prefix(self, names: Sequence[str]) -> int:
         count, looks = 0, 1
         while True:
-            with self._lock:
-                known, writing = self._index.entries, self._writing
-                while count < len(names) and names[count] in known and names[count] not in writing:
-                    count += 1
+            count = self._index.extend(names, count)
             # a look costs a round trip to a remote store: after the first find, several in parallel
             asked = names[count : count + looks]
             sizes = self._sizes(asked, first=count == 0)
             found = next((i for i, size in enumerate(sizes) if size is None), len(sizes))
-            with self._lock:
-                for name, size in zip(asked[:found], sizes, strict=False):
-                    self._note(name, size or 0)
+            self._index.note((name, size or 0) for name, size in zip(asked[:found], sizes, strict=False))
             count += found
             if not asked or found < len(asked):
                 break
             looks = self._looks
-        with self._lock:
-            run = eviction.use_run(self._index, names[:count])
-            self._held_listener(names[:run], True)
-            return run
+        return self._index.use_run(names[:count])
 
     def watch(self, held_listener: HeldListener) -> bool:
-        super().watch(held_listener)
+        self._index.watch(held_listener)
         if self.scope != "node":
             return False
-        with self._lock:
-            held_listener(list(self._index.entries), True)
+        self._index.report()
         return True
 
     def _sizes(self, names: Sequence[str], first: bool) -> list[int | None]:
@@ -169,13 +156,13 @@ class ObjectTier(ThreadedTier):
             return None
 
     def read(self, name: str, buffer: memoryview) -> int:
-        with self._forgetting(name):
+        with self._index.forgetting(name):
             return self._store.read(name, buffer)
 
     def get_ranges(self, name: str, ranges: Ranges, buffers: Sequence[memoryview]) -> None:
-        if self.reads_parts and name not in self._compressed:
+        if self.reads_parts and name not in self._index.compressed:
             try:
-                with self._forgetting(name):
+                with self._index.forgetting(name):
                     self._store.read_ranges(name, ranges, buffers)
             except DamagedObject as error:
                 if error.damage is not Damage.TRUNCATED or not self._is_stored_compressed(name):
@@ -184,8 +171,8 @@ class ObjectTier(ThreadedTier):
                 heads = [b[:size] for (offset, size), b in zip(ranges, buffers, strict=True) if offset == 0]
                 if not any(is_compressed(head) for head in heads):
                     return
-            self._compressed.add(name)  # the tier had a codec when it was written
-        with self._forgetting(name):
+            self._index.compressed.add(name)  # the tier had a codec when it was written
+        with self._index.forgetting(name):
             size = self._store.size(name)
             if size is None:
                 raise FileNotFoundError(f"tier {self.name!r} does not hold {name}")
@@ -241,10 +228,9 @@ class ObjectTier(ThreadedTier):
     def write(self, name: str, record: memoryview) -> None:
         size = self._size_held(False, name)
         if size is not None:
-            with self._lock:
-                self._note(name, size)
+            self._index.note([(name, size)])
             return
-        with self._reserved(name, len(record), parent_name(record, name)):
+        with self._index.reserved(name, len(record), parent_name(record, name), self.largest):
             self._store.write(name, record)
 
     def delete(self, names: Sequence[str]) -> None:
@@ -253,9 +239,9 @@ class ObjectTier(ThreadedTier):
                 others.callback(self._delete, name)
 
     def _delete(self, name: str) -> None:
-        with self._doubting((name,)) as missing:
+        with self._index.doubting((name,)) as missing:
             self._store.delete(name)
-            self._forget(missing)
+            self._index.forget(missing)
 
     def _put_one(self, name: str, lease: Lease) -> None:
         if self.reads_parts or self._size_held(False, name) is not None:
@@ -296,13 +282,11 @@ class ObjectTier(ThreadedTier):
 
     def scan(self) -> Iterator[tuple[str, int]]:
         """Yield (name, bytes) of every record; at the end, forget records that other processes deleted."""
-        with self._lock:
-            known = tuple(self._index.entries)
-        with self._doubting(known) as missing:
+        with self._index.doubting(self._index.known()) as missing:
             for name, size in self._store.scan():
                 missing.discard(name)
                 yield name, size
-            self._forget(missing)
+            self._index.forget(missing)
 
     def describe(self, array: str, metadata: bytes) -> None:
         """Store `metadata` as the zarr.json of `array`, unless there is a valid one.
@@ -334,125 +318,10 @@ class ObjectTier(ThreadedTier):
         return bytes(buffer[: self._store.read(name, memoryview(buffer))])
 
     def pin(self, names: Sequence[str], seconds: float) -> int:
-        with self._lock:
-            return eviction.pin(self._index, names, time.monotonic() + seconds)
+        return self._index.pin(names, seconds)
 
     def prioritise(self, names: Sequence[str], priority: int) -> None:
-        with self._lock:
-            eviction.prioritise(self._index, names, priority)
-
-    @contextmanager
-    def _reserved(self, name: str, size: int, parent: str | None) -> Iterator[None]:
-        """Make room for a record while the block writes it; until then lookups do not count it as held.
-
-        Raises:
-            TierFull: the record does not fit.
-            OSError: a victim could not be deleted.
-        """
-        with self._lock:
-            added, victims = eviction.add_run(
-                self._index,
-                (name,),
-                size,
-                parent=parent,
-                owner=owner_of(name),
-                now=time.monotonic(),
-                may_evict=lambda victim: victim not in self._writing,
-            )
-            if not added:
-                raise TierFull(
-                    f"tier {self.name!r}: {name}, {size} bytes, does not fit "
-                    f"capacity_bytes={self._index.capacity_bytes}"
-                )
-            self._leaving.update(victims)
-            self._leaving.discard(name)
-            self._held_listener(victims, False)
-            self._writing[name] += 1
-        written = False
-        try:
-            with ExitStack() as others:
-                for victim in reversed(victims):
-                    others.callback(self._evict, victim)
-            yield
-            written = True
-        finally:
-            with self._lock:
-                self._writing[name] -= 1
-                if written:
-                    self._written.add(name)
-                    self._found(name)
-                if not self._writing[name]:
-                    del self._writing[name]
-                    if name not in self._written:
-                        eviction.remove(self._index, name)
-                    self._written.discard(name)
-
-    def _evict(self, victim: str) -> None:
-        """Delete a record that the index evicted; if that fails, put it back into the index."""
-        try:
-            self._store.delete(victim)
-        except OSError:
-            size: int | None = self.largest  # unless the store reports its size
-            with suppress(OSError):
-                size = self._store.size(victim)
-            with self._lock:
-                self._leaving.discard(victim)
-                if size is not None:
-                    self._note(victim, size)
-            raise
-        with self._lock:
-            self.evicted += 1
-            if victim in self._leaving:  # the index has it only if a lookup found it before the deletion
-                self._leaving.remove(victim)
-                eviction.remove(self._index, victim)
-                self._held_listener((victim,), False)
-
-    def _note(self, name: str, size: int, parent: str | None = None) -> None:
-        """Add a record of the store to the index, even beyond the capacity: the next put makes room.
-
-        The caller holds the lock.
-        """
-        eviction.note(self._index, name, size, parent=parent, owner=owner_of(name))
-        self._found(name)
-
-    def _found(self, name: str) -> None:
-        """Report that the store holds a record. The caller holds the lock."""
-        for missing in self._doubted:
-            missing.discard(name)
-        self._held_listener((name,), True)
-
-    @contextmanager
-    def _doubting(self, names: Iterable[str]) -> Iterator[set[str]]:
-        """Yield a set that keeps those of `names` that nobody has put or found since the block began."""
-        missing = set(names)
-        with self._lock:
-            self._doubted.append(missing)
-        try:
-            yield missing
-        finally:
-            with self._lock:
-                self._doubted = [other for other in self._doubted if other is not missing]
-
-    @contextmanager
-    def _forgetting(self, name: str) -> Iterator[None]:
-        """Forget a record if the block finds it missing, unless it was put meanwhile."""
-        with self._doubting((name,)) as missing:
-            try:
-                yield
-            except FileNotFoundError:
-                self._forget(missing)
-                raise
-
-    def _forget(self, missing: set[str]) -> None:
-        """Forget names from `_doubting`; those that are being written keep their room."""
-        with self._lock:
-            self._compressed -= missing
-            for name in missing:
-                if name in self._writing:
-                    self._written.discard(name)
-                else:
-                    eviction.remove(self._index, name)
-            self._held_listener(list(missing), False)
+        self._index.prioritise(names, priority)
 
 
 def _packed_bytes(size: int) -> int:

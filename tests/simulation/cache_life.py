@@ -187,10 +187,10 @@ class CacheLife:
     def room(self, tier: Any) -> float:
         """Bytes that a store may hold: what its tier counts, and what is about to be deleted there."""
         index, objects = tier._index, self.stores[tier.name].objects
-        if index.capacity_bytes is None:
+        if index.state.capacity_bytes is None:
             return math.inf
-        leaving = sum(len(objects.get(name, b"")) for name in tier._leaving)
-        return float(max(index.capacity_bytes, index.used_bytes) + leaving)
+        leaving = sum(len(objects.get(name, b"")) for name in index._leaving)
+        return float(max(index.state.capacity_bytes, index.state.used_bytes) + leaving)
 
     def expect(self, name: str, data: Any) -> None:
         """What is put is what belongs to the key, whatever became of pages and slots meanwhile."""

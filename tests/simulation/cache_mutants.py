@@ -12,7 +12,7 @@ PUTS, PROMISES, READS = (
 )
 TIERS, STORE, LOAD = "kvkit/transfer/tier_set.py", "kvkit/transfer/store.py", "kvkit/transfer/load.py"
 PREFETCHED, BACK = "kvkit/transfer/prefetched.py", "kvkit/transfer/write_backs.py"
-MEMORY, OBJECTS, BASE = "kvkit/tiers/memory.py", "kvkit/tiers/objects.py", "kvkit/tiers/base.py"
+MEMORY, STORE_INDEX, BASE = "kvkit/tiers/memory.py", "kvkit/tiers/store_index.py", "kvkit/tiers/base.py"
 HEALTH, CACHE, LAYERS = "kvkit/tiers/health.py", "kvkit/cache.py", "kvkit/transfer/layer_reads.py"
 CLOSING = "kvkit/transfer/closing.py"
 
@@ -276,15 +276,15 @@ CACHE_MUTANTS = (
     # what is seen, and when
     Mutant(
         "a record is a hit while it is written",
-        OBJECTS,
+        STORE_INDEX,
         "names[count] in known and names[count] not in writing",
         "names[count] in known",
     ),
     Mutant(
         "what could neither be deleted nor looked at takes no room any more",
-        OBJECTS,
+        STORE_INDEX,
         """\
-            size: int | None = self.largest  # unless the store reports its size
+            size: int | None = largest  # unless the store reports its size
 """,
         """\
             size: int | None = None
@@ -292,7 +292,7 @@ CACHE_MUTANTS = (
     ),
     Mutant(
         "a record that is being written may be evicted",
-        OBJECTS,
+        STORE_INDEX,
         """\
                 may_evict=lambda victim: victim not in self._writing,
 """,
