@@ -181,7 +181,7 @@ def test_what_another_process_writes_over_a_record_before_a_load_is_a_miss(path:
 
         def other() -> None:
             with closing(Pool(path, slots.slot_bytes, size)) as pool:
-                pool.arrays[pool._index[third], slots.slot_bytes // 2 :] ^= 0xFF
+                pool.arrays[pool._index.slot_of[third], slots.slot_bytes // 2 :] ^= 0xFF
 
         assert fork(other) == 0
         engine.wipe()
@@ -231,7 +231,7 @@ def test_holes_in_a_full_file_system_end_no_process(pool_disk: Path, offset: int
 def test_holes_are_filled_where_there_is_memory(path: str) -> None:
     with closing(open_pool(path)) as pool:
         write_chain(pool, NAMES)
-        slot = pool._index[NAMES[-1]]
+        slot = pool._index.slot_of[NAMES[-1]]
         first = os.stat(path).st_size - SLOTS * SLOT_BYTES
     punch(path, first + slot * SLOT_BYTES, SLOT_BYTES)
     with closing(open_pool(path)) as pool:

@@ -65,7 +65,7 @@ def _shown_first() -> None:
         pool = self._pool
         assert pool is not None
         with pool._locked():
-            pool._hold(slot.slot, 1)
+            pool._index.hold(slot.slot, 1)
         time.sleep(LATER_S)
         slot.record[:] = source.record
         pool._made.pop(name, None)

@@ -15,31 +15,24 @@ from __future__ import annotations
 
 import threading
 import time
-from bisect import insort
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
+from functools import partial
 
 import numpy as np
-import numpy.typing as npt
 
 from kvkit.staging import Arena, Lease
 from kvkit.tiers.base import TierError, TierFull, too_large
 from kvkit.tiers.eviction.policies import NORMAL, prevails
 from kvkit.tiers.folder import check_name
 from kvkit.tiers.shm.file import PoolFile
+from kvkit.tiers.shm.index import LONGEST_PIN_S, PRIORITY_SHIFT, PoolIndex, decoded, pinned
 
 _WAIT_S = 2.0
 """Timeout of a call for the mutex, which a stopped process may hold, in seconds."""
 _STEP = 1 << 20
 """Step of the clock, and the most records of a run."""
-_PRIORITY = 56
-"""Bits of the time of use in a rank: enough for 2**36 uses."""
-_MOST_CHANGES = 1 << 62
-_LONGEST_PIN_S = 10 * 365 * 86400.0
 _MOST_REFUSED = 1024  # names
-_PARTS = 64
-"""An eviction order has 1/_PARTS of all records: making one takes a pass over every record."""
 
 
 class Pool(Arena):
@@ -59,24 +52,18 @@ class Pool(Arena):
         super().__init__(self._file.records, self._file.slot_bytes, f"the pool {path}")
         self.evicted = 0
         self._lock = threading.Lock()
-        self._index: dict[str, int] = {}  # name -> slot
-        self._named: list[str | None] = []
-        self._seen = 0  # number of changes that the index includes
         self._free = 0  # slot at which the next search for an empty one starts
-        self._order: list[tuple[int, int]] = []  # negated ranks and slots: the last one is evicted first
-        self._ordered = 0  # the order has every evictable record up to this rank
         self._made: dict[str, int] = {}  # slots that this process has taken and not yet published
         self._refused: dict[str, None] = {}  # names that found no room, oldest first
         self._ended = False
-        self._read_all()  # without the mutex: changes of other processes meanwhile are logged
-        self._seen = max(0, self._seen - 1)  # the last change logged may not have been made yet
+        self._index = PoolIndex(self._file, self.slots)
 
     def use_run(self, names: Sequence[str]) -> int:
         """Return the length of the leading run of `names` (a chain) held, and mark it as used. Mutates."""
         with self._locked():
             run: list[int] = []
             for name in names[:_STEP]:
-                slot = self._index.get(name)
+                slot = self._index.slot_of.get(name)
                 if slot is None:
                     break
                 run.append(slot)
@@ -93,16 +80,16 @@ class Pool(Arena):
             return lease
         with self._locked():
             lease = self._lend(name)
-            if lease is None and name in self._index:
-                self._learn(self._index[name])  # a damaged log lacks the change
+            if lease is None and name in self._index.slot_of:
+                self._index.learn(self._index.slot_of[name])  # a damaged log lacks the change
             return lease
 
     def _lend(self, name: str) -> Lease | None:
-        slot = self._index.get(name)
+        slot = self._index.slot_of.get(name)
         if slot is None or self._closed or not self._reserve(slot, shared=True):
             return None
         lease = Lease(self, slot)
-        if not self._file.held[slot] or _decoded(self._file.names[slot]) != name:
+        if not self._file.held[slot] or decoded(self._file.names[slot]) != name:
             lease.release()
             return None
         self.used[slot] = self._used(slot)
@@ -123,9 +110,9 @@ class Pool(Arena):
         if size > self.slot_bytes:
             raise too_large(name, size, self.slot_bytes)
         with self._locked():
-            if name in self._index:
+            if name in self._index.slot_of:
                 return None
-            before = self._index.get(parent or "", self._made.get(parent or ""))
+            before = self._index.slot_of.get(parent or "", self._made.get(parent or ""))
             stamp = self._tick() if before is None else self._before(before)
             slot = None if before is None and parent in self._refused else self._room(stamp)
             if slot is None:
@@ -135,7 +122,7 @@ class Pool(Arena):
                 raise TierFull(f"{self._file.path}: {name} does not fit")
             self._refused.pop(name, None)
             self._made[name] = slot
-            self._orphan(slot)
+            self._index.orphan(slot)
             row = self._file
             row.names[slot], row.used[slot], row.last[slot], row.pins[slot] = name.encode(), size, stamp, 0
             row.parents[slot] = 0 if before is None else before + 1
@@ -146,8 +133,8 @@ class Pool(Arena):
         """Make the record in a slot from `take` visible to all processes, and release the lease."""
         try:
             with self._locked():
-                if name not in self._index:
-                    self._hold(lease.slot, 1 + NORMAL)
+                if name not in self._index.slot_of:
+                    self._index.hold(lease.slot, 1 + NORMAL)
                 lease.release()
         finally:
             self._made.pop(name, None)
@@ -156,37 +143,37 @@ class Pool(Arena):
         """Remove records; the slots of leased ones become free when the leases are released."""
         with self._locked():
             for name in names:
-                if name in self._index:
-                    self._hold(self._index[name], 0)
+                if name in self._index.slot_of:
+                    self._index.hold(self._index.slot_of[name], 0)
 
     def pin(self, names: Sequence[str], seconds: float) -> int:
         """Protect `names` from eviction for `seconds`; return how many of them are held."""
         with self._locked():
-            slots = [self._index[name] for name in names if name in self._index]
+            slots = [self._index.slot_of[name] for name in names if name in self._index.slot_of]
             now, pins = time.monotonic(), self._file.pins[slots]
-            until = now + min(seconds, _LONGEST_PIN_S)
-            self._file.pins[slots] = np.where(_pinned(pins, now), np.maximum(pins, until), until)
+            until = now + min(seconds, LONGEST_PIN_S)
+            self._file.pins[slots] = np.where(pinned(pins, now), np.maximum(pins, until), until)
             return len(slots)
 
     def prioritise(self, names: Sequence[str], priority: int) -> None:
         """Set the eviction priority of those of `names` that are held, as in `Tier`, for all processes."""
         with self._locked():
             for name in names:
-                slot = self._index.get(name)
+                slot = self._index.slot_of.get(name)
                 if slot is not None and prevails(priority, int(self._file.held[slot]) - 1):
-                    self._hold(slot, 1 + priority)
+                    self._index.hold(slot, 1 + priority)
 
     def size(self, name: str) -> int | None:
         """Return the bytes of a record, None if it is not held."""
         with self._locked():
-            slot = self._index.get(name)
+            slot = self._index.slot_of.get(name)
             return None if slot is None else self._used(slot)
 
     def listed(self) -> list[tuple[str, int]]:
         """Return the name and bytes of every record."""
         with self._locked():
-            sizes = np.minimum(self._file.used[list(self._index.values())], self.slot_bytes)
-            return list(zip(self._index, sizes.tolist(), strict=True))
+            sizes = np.minimum(self._file.used[list(self._index.slot_of.values())], self.slot_bytes)
+            return list(zip(self._index.slot_of, sizes.tolist(), strict=True))
 
     def close(self) -> None:
         super().close()
@@ -212,7 +199,7 @@ class Pool(Arena):
         with self._changed:
             if self._drop(lease):
                 if not self._file.held[lease.slot]:  # nobody published it
-                    self._made.pop(_decoded(self._file.names[lease.slot]), None)
+                    self._made.pop(decoded(self._file.names[lease.slot]), None)
                 self._file.unlock(lease.slot)
                 self._end_unused()
                 self._changed.notify_all()
@@ -227,89 +214,15 @@ class Pool(Arena):
             self._file.check()
             self._file.wait(_WAIT_S)
             try:
-                self._catch_up()
+                self._index.catch_up()
                 yield
             finally:
                 self._file.unlock_mutex()
 
-    def _catch_up(self) -> None:
-        changes = int(self._file.changes[0])
-        if changes > _MOST_CHANGES:  # damaged
-            changes = self._file.changes[0] = 0
-        if not 0 <= changes - self._seen <= self.slots:
-            self._read_all()
-            return
-        for change in range(self._seen, changes):
-            slot = int(self._file.log[change % self.slots])
-            if slot >= self.slots:  # damaged
-                self._read_all()
-                return
-            self._learn(slot)
-        self._seen = changes
-
-    def _read_all(self) -> None:
-        """Rebuild the index from all rows."""
-        self._seen = int(self._file.changes[0])
-        slots = np.flatnonzero(self._file.held.copy())  # NumPy fails if an array changes while it counts
-        names = [_decoded(name) for name in self._file.names[slots].tolist()]
-        self._index = dict(zip(names, slots.tolist(), strict=True))
-        self._named = [None] * self.slots
-        for name, slot in self._index.items():
-            self._named[slot] = name
-        slots = np.fromiter(self._index.values(), np.int64, len(self._index))
-        self._parents = np.zeros(self.slots, np.uint32)
-        self._parents[slots] = self._file.parents[slots]
-        self._parents[self._parents > self.slots] = 0  # damaged
-        self._parents[_endless(self._parents)] = 0
-        self._followers = np.bincount(self._parents[slots], minlength=self.slots + 1).astype(np.int32)
-        self._order, self._ordered = [], 0
-
-    def _learn(self, slot: int) -> None:
-        """Update the index from the row of a slot."""
-        before, self._named[slot] = self._named[slot], None
-        if before is not None:
-            if self._index.get(before) == slot:
-                del self._index[before]
-            parent = int(self._parents[slot])
-            self._followers[parent] -= 1
-            if parent:
-                self._may_go(parent - 1)
-        if self._file.held[slot]:
-            name = _decoded(self._file.names[slot])
-            self._index[name], self._named[slot] = slot, name
-            parent = int(self._file.parents[slot])
-            self._parents[slot] = parent = parent if parent <= self.slots and parent != slot + 1 else 0
-            self._followers[parent] += 1
-            self._may_go(slot)
-
-    def _may_go(self, slot: int) -> None:
-        """Add a slot to the eviction order if its rank belongs there; `_evict` checks if it can go."""
-        rank = self._rank(slot)
-        if self._file.held[slot] and rank <= self._ordered:
-            insort(self._order, (-rank, slot))
-
-    def _rank(self, slot: int) -> int:
-        """Return the rank of a slot's record; the lowest rank is evicted first."""
-        return (int(self._file.held[slot]) << _PRIORITY) + int(self._file.last[slot])
-
-    def _hold(self, slot: int, held: int) -> None:
-        """Log that a slot changes, then change `held`: a death in between only costs others a look."""
-        self._file.log[self._seen % self.slots] = slot
-        self._file.changes[0] = self._seen + 1
-        self._file.held[slot] = held
-        self._catch_up()
-
-    def _orphan(self, slot: int) -> None:
-        """Clear the parent of each record that followed this slot's old one: the new one may follow it."""
-        if self._followers[slot + 1]:
-            for child in np.flatnonzero((self._parents == slot + 1) & (self._file.held != 0)).tolist():
-                self._file.parents[child] = 0
-                self._hold(child, int(self._file.held[child]))
-
     def _tick(self) -> int:
         """Advance the clock; return a time later than all others."""
         clock = int(self._file.clock[0]) + _STEP
-        if clock >> _PRIORITY:  # damaged
+        if clock >> PRIORITY_SHIFT:  # damaged
             clock = _STEP
         self._file.clock[0] = clock
         return clock
@@ -326,7 +239,7 @@ class Pool(Arena):
         """Reserve an empty slot, or evict a record used before `stamp`; return the slot or None."""
         held = self._file.held
         for first, stop in (self._free, self.slots), (0, self._free):
-            while first < stop and len(self._index) + len(self._made) < self.slots:
+            while first < stop and len(self._index.slot_of) + len(self._made) < self.slots:
                 slot = first + int(held[first:stop].argmin())
                 if held[slot]:
                     break
@@ -334,46 +247,10 @@ class Pool(Arena):
                 if self._reserve(slot, shared=False):
                     self._free = first
                     return slot  # otherwise it is still written to, or its old record is still read
-        return self._evict(stamp)
-
-    def _evict(self, stamp: int) -> int | None:
-        """Evict the first record used before `stamp` and reserve its slot; return the slot or None."""
-        row, now = self._file, time.monotonic()
-        for most in (0, self.slots // _PARTS, self.slots):  # an order lacks slots that could not be reserved
-            if most and not self._put_in_order(most, stamp, now):
-                return None
-            found, later = None, []
-            while self._order and found is None:
-                below, slot = entry = self._order.pop()
-                if -below != self._rank(slot) or self._followers[slot + 1] or _pinned(row.pins[slot], now):
-                    continue
-                if row.last[slot] >= stamp:
-                    later.append(entry)
-                elif self._reserve(slot, shared=False):
-                    found = slot
-            self._order += reversed(later)
-            if found is not None:
-                self._hold(found, 0)
-                self.evicted += 1
-                return found
-        return None
-
-    def _put_in_order(self, most: int, stamp: int, now: float) -> bool:
-        """Order at most `most` records; return whether any evictable one was used before `stamp`."""
-        row = self._file
-        row.last[row.last > row.clock[0]] = 0  # damaged
-        slots = np.flatnonzero((row.held != 0) & ~_pinned(row.pins, now) & (self._followers[1:] == 0))
-        ranks = (row.held[slots].astype(np.uint64) << np.uint64(_PRIORITY)) + row.last[slots]
-        if not (row.last[slots] < stamp).any():
-            return False
-        if most < len(slots):
-            first = np.argpartition(ranks, most)[:most]
-            slots, ranks = slots[first], ranks[first]
-        order = np.argsort(ranks)[::-1]
-        ordered = zip(ranks[order].tolist(), slots[order].tolist(), strict=True)
-        self._order = [(-rank, slot) for rank, slot in ordered]
-        self._ordered = -self._order[0][0]
-        return True
+        victim = self._index.evict(stamp, partial(self._reserve, shared=False))
+        if victim is not None:
+            self.evicted += 1
+        return victim
 
     def _reserve(self, slot: int, *, shared: bool) -> bool:
         """Lock a slot to read (`shared`) or write and count a reference; return False if it is in use."""
@@ -385,24 +262,3 @@ class Pool(Arena):
                 return False
             self._references[slot] += 1
             return True
-
-
-def _decoded(name: bytes) -> str:
-    """Return the name in a row; latin-1, as a damaged name may have any bytes."""
-    return name.decode("latin-1")
-
-
-def _pinned(until: Any, now: float) -> Any:
-    """Return whether a pin is in force, for one number or each in an array."""
-    return (until > now) & (until <= now + _LONGEST_PIN_S)  # otherwise it is over or damaged
-
-
-def _endless(parents: npt.NDArray[np.uint32]) -> npt.NDArray[np.bool_]:
-    """Return bool [slots]: whether a slot's ancestors end in a cycle, so that none could be evicted."""
-    ancestors = np.concatenate([np.zeros(1, np.uint32), parents])
-    for _ in range(len(parents).bit_length()):  # each time twice as far up
-        if not ancestors.any():
-            break
-        ancestors = ancestors[ancestors]
-    endless: npt.NDArray[np.bool_] = ancestors[1:] != 0
-    return endless
