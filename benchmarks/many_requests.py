@@ -25,13 +25,15 @@ from vllm.utils.hashing import sha256_cbor
 from vllm.v1.core.kv_cache_utils import get_request_block_hasher, hash_block_tokens, init_none_hash
 from vllm.v1.request import Request
 
-from kvkit.adapters.engine.lookup_request import LookupAnswer, Sequence
+from kvkit.adapters.engine.lookup_request import LookupAnswer, LookupRequest, Sequence
 from kvkit.adapters.vllm.events import Events
 from kvkit.adapters.vllm.media import Media, identity
 from kvkit.adapters.vllm.scheduler import Scheduler
+from kvkit.adapters.vllm.scheduler_config import SchedulerConfig
 from kvkit.adapters.vllm.step import NamedChunks, StepMetadata, WorkerReport
 from kvkit.environment import describe
 from kvkit.tiers.settings import TierConfig
+from kvkit.transfer.policy import DEFAULT_REQUEST_POLICY, RequestPolicy
 
 COUNTS = 10, 100, 1_000, 4_000
 PROMPT, GENERATED, CHUNK, BLOCK = 2_048, 128, 256, 16
@@ -39,6 +41,38 @@ STEP_TOKENS = 8_192
 """Tokens of prompts that a step computes."""
 SHARING = 10
 """Requests that begin alike."""
+
+
+class _Engine:
+    """An engine without a prefix cache, all of whose blocks are free."""
+
+    def __init__(self, blocks: int, events: Events) -> None:
+        self._blocks, self._media = blocks, Media()
+        self.expect_chunks = events.expect
+
+    def now(self) -> float:
+        return time.monotonic()
+
+    def sequence(self, request: Request, tokens: int) -> Sequence:
+        media = self._media.of(request)
+        assert media is not None
+        ids, rest = identity(request.all_token_ids[:tokens], media, chunk_tokens=CHUNK)
+        return Sequence(ids, None, "", rest)
+
+    def cached_tokens(self, request: Request) -> int:
+        return 0
+
+    def free_blocks(self) -> int:
+        return self._blocks
+
+    def handoff_of(self, request: Request) -> None:
+        return None
+
+    def policy_of(self, request: Request) -> RequestPolicy:
+        return DEFAULT_REQUEST_POLICY
+
+    def lookup_inline(self, lookup: LookupRequest) -> None:
+        return None
 
 
 class Driven:
@@ -59,23 +93,12 @@ class Driven:
         self.slowest_s = self.collecting_s = 0.0
         self._collected = self._pauses = self._pause_began = 0.0
         self._requests = [self._request(number, hasher) for number in range(count)]
-        self._media = Media()
         tables = (PROMPT + GENERATED) // BLOCK
         self._tables = {r.request_id: ([*range(1, tables + 1)],) for r in self._requests}
         hashes = partial(hash_block_tokens, sha256_cbor)
         self._events = Events({"disk": TierConfig(url="file:///kv")}, CHUNK, BLOCK, 1, hash_block=hashes)
-        self._scheduler = Scheduler(
-            CHUNK,
-            (BLOCK,),
-            self._sequence,
-            windows=windows,
-            ranks=1,
-            blocking_load=False,
-            save_generated=True,
-            clock=time.monotonic,
-            free=lambda: tables * (count + 2),
-            on_chunks=self._events.expect,
-        )
+        engine = _Engine(tables * (count + 2), self._events)
+        self._scheduler = Scheduler(SchedulerConfig(CHUNK, (BLOCK,), windows=windows), engine)
 
     def run(self) -> None:
         """Take all requests from their arrival to their end."""
@@ -136,7 +159,7 @@ class Driven:
             self._name(report, save.request_id, range(save.first, len(save.sequence.tokens) // CHUNK))
         with self._timed("events"):
             self._scheduler.update_from_workers(report)
-            self._events.hear(report)
+            self._events.update_from_workers(report)
             self._events.take()
         for load in step.loads:
             request = running[load.request_id] = self._requests[int(load.request_id)]
@@ -150,7 +173,7 @@ class Driven:
         request.append_output_token_ids(1 + request.num_tokens % 1000)
         if request.num_output_tokens == GENERATED:
             with self._timed("plans"):
-                self._scheduler.finish(request, self._tables[request_id])
+                self._scheduler.request_finished(request, self._tables[request_id])
             del running[request_id]
 
     def _request(self, number: int, hasher: Callable[[Request], Any]) -> Request:
@@ -166,12 +189,6 @@ class Driven:
         names = [(f"{first}/{i}" if i < shared else f"{request_id}/{i}/own",) for i in chunks]
         report.named.append(NamedChunks(0, "", request_id, chunks.start, names))
         report.changes += [(0, ("disk", name, True)) for (name,) in names]
-
-    def _sequence(self, request: Request, tokens: int) -> Sequence:
-        media = self._media.of(request)
-        assert media is not None
-        ids, rest = identity(request.all_token_ids[:tokens], media, chunk_tokens=CHUNK)
-        return Sequence(ids, None, "", rest)
 
     @contextmanager
     def _timed(self, part: str) -> Iterator[None]:

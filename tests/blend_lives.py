@@ -151,7 +151,7 @@ class Life:
         self.scheduled: list[tuple[Any, list[Part]]] = []
         self.report = WorkerReport()
         self.now = 0.0
-        self.vllm.connector._scheduler.clock = lambda: self.now
+        self.vllm.connector._scheduler_side.engine.now = lambda: self.now
         self.received: set[str] = set()
         self.lost: set[int] = set()
         self.failed: set[str] = set()

@@ -259,10 +259,11 @@ def test_a_document_was_computed_behind_its_joint() -> None:
 def test_the_documents_of_queued_requests_are_brought_near() -> None:
     life = Life(blocks=100)
     tokens, spans = prompt([2, 1], 0)
-    scheduler = life.vllm.connector._scheduler
+    scheduler = life.vllm.connector._scheduler_side.scheduler
     names = [life.add(tokens, 3, asked) for asked in (blend(spans) | {"joints": [[77], []]}, None)]
     told = [
-        (task.request_id, task.sequence.tokens.tolist(), task.computed) for task in scheduler._prefetches()
+        (task.request_id, task.sequence.tokens.tolist(), task.computed)
+        for task in scheduler.plan({}, lambda _: None).prefetches
     ]
     whole = tokens[: len(tokens) // CHUNK * CHUNK]
     assert told == [

@@ -126,9 +126,9 @@ def test_events_are_left_out(
     without: Callable[..., None], model: Path, name: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     events = KVEventsConfig(enable_kv_cache_events=True, publisher="null")
-    assert connector_of(vllm_config(model, kv_events_config=events))._events is not None
+    assert connector_of(vllm_config(model, kv_events_config=events))._scheduler_side.events is not None
     without(name)
-    assert connector_of(vllm_config(model, kv_events_config=events))._events is None
+    assert connector_of(vllm_config(model, kv_events_config=events))._scheduler_side.events is None
     assert f"has no {name} " in caplog.text
     assert "vLLM's KV events do not report kvkit's tiers" in caplog.text
 

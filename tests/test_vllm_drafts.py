@@ -22,15 +22,15 @@ from numpy.typing import NDArray
 pytest.importorskip("vllm")
 
 import drafts
+from scheduler_engine import scheduler_of
 from small_models import VOCABULARY
-from test_vllm_scheduler import Request, answer, new_scheduler, request, step, tokens_of
+from test_vllm_scheduler import Request, answer, new_scheduler, request, step
 from vllm_engine import BLOCK, Engine, Settings, connector, on_disk, prompt
 from vllm_rank import BLOCK as PAGE
 from vllm_rank import BLOCKS, CHUNK, IDS, SAVE, SPECS, Pair, Rank
 
 from kvkit.adapters.engine.lookup_request import LookupRequest, Sequence
 from kvkit.adapters.vllm.checks import check_arrangement
-from kvkit.adapters.vllm.scheduler import Scheduler
 from kvkit.adapters.vllm.settings import read_settings
 from kvkit.adapters.vllm.step import LoadTask, SaveTask, StepMetadata
 from kvkit.format import record
@@ -67,9 +67,7 @@ class DraftingEngine:
     def __init__(self, rank: Rank, seed: int, ahead: bool, total: int) -> None:
         self._total = total
         self._rank, self._ahead, self._chance = rank, ahead, Random(seed)
-        self._scheduler = Scheduler(
-            CHUNK, (PAGE,), tokens_of, ranks=1, blocking_load=False, save_generated=True, clock=lambda: 0.0
-        )
+        self._scheduler = scheduler_of(CHUNK, (PAGE,))
         self._new = itertools.count(1)
         self.request = Request("a", self._tokens(21), 21)
         self._table = list(range(1, BLOCKS))
@@ -84,7 +82,7 @@ class DraftingEngine:
             planned.append(self._plan())
             if not self._ahead or len(planned) == 2:
                 self._take(*planned.popleft())
-        keeps = self._scheduler.finish(self.request, (self._table,))
+        keeps = self._scheduler.request_finished(self.request, (self._table,))
         for under_way, _ in planned:
             self._rank.run(under_way)
         freed: list[str] = []

@@ -53,19 +53,19 @@ def change(tier: str, *names: str, held: bool = True, rank: int | None = None) -
 def test_a_chunk_is_told_with_its_blocks_when_all_ranks_have_it() -> None:
     events, request = new_events(ranks=2), Request("a", IDS)
     events.expect(request, 0, 2)
-    events.hear(change("disk", "0/0/1", "0/1/1", "1/0/1"))  # before anybody says what that is
+    events.update_from_workers(change("disk", "0/0/1", "0/1/1", "1/0/1"))  # before anybody says what that is
     for rank in range(2):
-        events.hear(named(rank, chunks=2))
-    events.hear(change("memory", "1/1/1"))
+        events.update_from_workers(named(rank, chunks=2))
+    events.update_from_workers(change("memory", "1/1/1"))
     assert events.take() == [], "one record of four in memory, three of four on disk"
-    events.hear(change("disk", "1/1/1"))
+    events.update_from_workers(change("disk", "1/1/1"))
     (event,) = events.take()
     assert isinstance(event, BlockStored)
     assert event.block_hashes == list(map(maybe_convert_block_hash, request.block_hashes[2:4]))
     assert event.parent_block_hash == maybe_convert_block_hash(request.block_hashes[1])
     assert (event.token_ids, event.block_size, event.extra_keys) == (IDS[16:32], BLOCK, None)
-    events.hear(change("disk", "0/0/1", held=False))
-    events.hear(change("disk", "0/1/1", held=False))
+    events.update_from_workers(change("disk", "0/0/1", held=False))
+    events.update_from_workers(change("disk", "0/1/1", held=False))
     (gone,) = events.take()
     assert isinstance(gone, BlockRemoved)
     assert (gone.block_hashes, gone.medium, gone.ownership) == (event.block_hashes, "STORAGE", "disk")
@@ -82,8 +82,8 @@ def test_a_chunk_is_told_with_its_blocks_when_all_ranks_have_it() -> None:
 def test_the_tier_is_told(tier: str, told: tuple[str, str, str]) -> None:
     events = new_events()
     events.expect(Request("a", IDS, cache_salt="s"), 0, 1)
-    events.hear(named(0))
-    events.hear(change(tier, "0/0/0", "0/1/0"))
+    events.update_from_workers(named(0))
+    events.update_from_workers(change(tier, "0/0/0", "0/1/0"))
     (event,) = events.take()
     assert isinstance(event, BlockStored)
     assert (event.medium, event.locality, event.ownership) == told
@@ -96,8 +96,8 @@ def test_two_names_of_one_adapter_are_told_one_at_a_time() -> None:
     for name in ("one", "two"):
         lora = SimpleNamespace(adapter_id=1, lora_name=name, lora_path="/l", name=name)
         events.expect(Request(name, IDS, name, lora), 0, 1)
-        events.hear(named(0, name))
-        events.hear(change("disk", "0/0/0", "0/1/0"))
+        events.update_from_workers(named(0, name))
+        events.update_from_workers(change("disk", "0/0/0", "0/1/0"))
     stored, removed, again = events.take()
     assert [type(event) for event in (stored, removed, again)] == [BlockStored, BlockRemoved, BlockStored]
     assert stored.block_hashes == removed.block_hashes != again.block_hashes
@@ -107,18 +107,18 @@ def test_ranks_whose_records_share_a_name_hold_them_apart() -> None:
     events, request = new_events(ranks=2), Request("a", IDS)
     events.expect(request, 0, 1)
     for rank in range(2):
-        events.hear(WorkerReport(named=[NamedChunks(rank, "", "a", 0, [("equal",)])]))
-    events.hear(change("memory", "equal", rank=0))
+        events.update_from_workers(WorkerReport(named=[NamedChunks(rank, "", "a", 0, [("equal",)])]))
+    events.update_from_workers(change("memory", "equal", rank=0))
     assert events.take() == [], "the other rank lacks it"
-    events.hear(change("memory", "equal", rank=1))
+    events.update_from_workers(change("memory", "equal", rank=1))
     assert [type(event) for event in events.take()] == [BlockStored]
-    events.hear(change("memory", "equal", rank=0, held=False))
+    events.update_from_workers(change("memory", "equal", rank=0, held=False))
     assert [type(event) for event in events.take()] == [BlockRemoved]
     events.expect(request, 0, 1)
-    events.hear(WorkerReport(named=[NamedChunks(0, "", "a", 0, [("new",)])]))
-    events.hear(change("memory", "equal", rank=1, held=False))
-    events.hear(change("memory", "new", rank=0))
-    events.hear(change("memory", "equal", rank=1))
+    events.update_from_workers(WorkerReport(named=[NamedChunks(0, "", "a", 0, [("new",)])]))
+    events.update_from_workers(change("memory", "equal", rank=1, held=False))
+    events.update_from_workers(change("memory", "new", rank=0))
+    events.update_from_workers(change("memory", "equal", rank=1))
     assert [type(event) for event in events.take()] == [BlockStored], (
         "what one calls it now the other does not"
     )
@@ -128,12 +128,12 @@ def test_what_one_rank_puts_where_all_of_a_host_look_is_there_for_them() -> None
     events = Events(TIERS, CHUNK, BLOCK, ranks=4, per_host=2)
     events.expect(Request("a", IDS), 0, 1)
     for rank in range(4):
-        events.hear(WorkerReport(named=[NamedChunks(rank, "", "a", 0, [("equal",)])]))
-    events.hear(change("disk", "equal", rank=1))
+        events.update_from_workers(WorkerReport(named=[NamedChunks(rank, "", "a", 0, [("equal",)])]))
+    events.update_from_workers(change("disk", "equal", rank=1))
     assert events.take() == [], "the other host's disk lacks it"
-    events.hear(change("disk", "equal", rank=2))
+    events.update_from_workers(change("disk", "equal", rank=2))
     assert [type(event) for event in events.take()] == [BlockStored]
-    events.hear(change("disk", "equal", rank=3, held=False))
+    events.update_from_workers(change("disk", "equal", rank=3, held=False))
     assert [type(event) for event in events.take()] == [BlockRemoved]
 
 
@@ -144,7 +144,7 @@ def test_the_oldest_is_forgotten_and_told_as_removed(monkeypatch: pytest.MonkeyP
     for i in range(3):
         events.expect(Request(str(i), [i] * CHUNK), 0, 1)
         report = WorkerReport(named=[NamedChunks(0, "", str(i), 0, [(f"0/0/{i}", f"0/1/{i}")])])
-        events.hear(WorkerReport.aggregate(report, change("disk", f"0/0/{i}", f"0/1/{i}")))
+        events.update_from_workers(WorkerReport.aggregate(report, change("disk", f"0/0/{i}", f"0/1/{i}")))
         listener.hear(events.take())
         assert listener.complete == (i < 2)
     assert len(listener.held) == 2 * 2
@@ -161,9 +161,9 @@ def test_what_is_lost_is_told_as_cleared() -> None:
     assert changes.take() == ([], False)
     events = new_events()
     events.expect(Request("a", IDS), 0, 1)
-    events.hear(named(0))
-    events.hear(change("disk", "0/0/0", "0/1/0"))
-    events.hear(WorkerReport(watches=False))
+    events.update_from_workers(named(0))
+    events.update_from_workers(change("disk", "0/0/0", "0/1/0"))
+    events.update_from_workers(WorkerReport(watches=False))
     assert events.take() == [TiersCleared(complete=False)]
     sent = msgspec.msgpack.encode(KVEventBatch(0.0, [TiersCleared(complete=False)]))
     (others,) = msgspec.msgpack.decode(sent, type=KVEventBatch).events

@@ -78,7 +78,7 @@ def namespace_of(
         num_blocks=4, kv_cache_tensors=[], kv_cache_groups=[KVCacheGroupSpec(["layers.0"], spec)]
     )
     made = KVKitConnector(config, KVConnectorRole.WORKER, caches)
-    return made._namespace(layout or layout_of(block, heads))
+    return identity.rank_namespace(config, made._config, layout or layout_of(block, heads), ranks_share=False)
 
 
 def layout_of(block: int = BLOCK, heads: int = 2) -> KVLayout:

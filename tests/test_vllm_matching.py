@@ -9,21 +9,23 @@ import pytest
 
 pytest.importorskip("vllm")
 
-from test_vllm_scheduler import BLOCK, CHUNK, Clock, Request, answer, new_scheduler, request, step, tokens_of
+from scheduler_engine import scheduler_of
+from test_vllm_scheduler import BLOCK, CHUNK, Clock, Request, answer, new_scheduler, request, step
 
 from kvkit.adapters.engine.lookup_request import LookupAnswer, LookupRequest, Sequence
+from kvkit.adapters.vllm.blending.blend_planner import BLEND_WAIT_S, BlendPlanner
 from kvkit.adapters.vllm.params import RemoteDecode, RemotePrefill
-from kvkit.adapters.vllm.scheduler import FRESH_S, PATIENCE_S, Scheduler
+from kvkit.adapters.vllm.request_state import RequestState
+from kvkit.adapters.vllm.scheduler import Scheduler
 from kvkit.adapters.vllm.step import WorkerReport
+from kvkit.adapters.vllm.tiers.lookup_planner import FRESH_S
 from kvkit.transfer.policy import RequestPolicy
 
 TABLE = list(range(1, 13))
 
 
 def made(**fields: Any) -> Scheduler:
-    settings = {"ranks": 1, "blocking_load": False, "save_generated": True, "clock": lambda: 0.0} | fields
-    blocks = settings.pop("blocks", (BLOCK,))
-    return Scheduler(CHUNK, blocks, settings.pop("sequence", tokens_of), **settings)
+    return scheduler_of(CHUNK, fields.pop("blocks", (BLOCK,)), **fields)
 
 
 def found(scheduler: Scheduler, request: Request, tokens: int, computed: int = 0) -> tuple[int | None, bool]:
@@ -44,14 +46,14 @@ def test_a_new_scheduler_has_nothing_to_tell() -> None:
 
 def test_a_request_that_nobody_asked_about_ends() -> None:
     scheduler = new_scheduler()
-    assert scheduler.finish(request(20), None) is False
+    assert scheduler.request_finished(request(20), None) is False
     assert step(scheduler).ended == {}
 
 
 def test_what_a_request_is_handed_is_read_off_it() -> None:
     read: list[Request] = []
     a = request(20)
-    made(handoff=read.append).get_num_new_matched_tokens(a, 0)
+    made(handoff_of=read.append).get_num_new_matched_tokens(a, 0)
     assert read == [a]
 
 
@@ -92,7 +94,7 @@ def test_a_question_is_about_no_transfer_where_nothing_is_received() -> None:
 
 
 def test_what_vllm_has_by_now_itself_changes_the_lookup() -> None:
-    scheduler, a = made(request_policy_of=lambda request: RequestPolicy(max_load_tokens=9)), request(40)
+    scheduler, a = made(policy_of=lambda request: RequestPolicy(max_load_tokens=9)), request(40)
     assert scheduler.get_num_new_matched_tokens(a, 0) == (None, False)
     answer(scheduler, step(scheduler), 8)
     assert scheduler.get_num_new_matched_tokens(a, 0) == (8, True)
@@ -103,29 +105,31 @@ def test_what_vllm_has_by_now_itself_changes_the_lookup() -> None:
 
 def test_the_end_of_a_hit_is_computed_again_for_a_draft_but_not_of_what_is_received() -> None:
     assert found(made(recompute_last_block=True), request(40), 16) == (12, True)
-    receives = made(recompute_last_block=True, handoff=lambda request: RemotePrefill("t", computed=True))
+    receives = made(recompute_last_block=True, handoff_of=lambda request: RemotePrefill("t", computed=True))
     assert found(receives, request(17), 16) == (16, True)
 
 
 def test_what_a_draft_looks_ahead_at_is_looked_up_with_what_is_wanted() -> None:
     assert found(made(recompute_last_block=True, blocks=(1,)), request(40), 16) == (15, True)
-    scheduler = made(
-        recompute_last_block=True, request_policy_of=lambda request: RequestPolicy(max_load_tokens=8)
-    )
+    scheduler = made(recompute_last_block=True, policy_of=lambda request: RequestPolicy(max_load_tokens=8))
     assert scheduler.get_num_new_matched_tokens(request(40), 0) == (None, False)
     asked = step(scheduler)
     assert [len(ask.sequence.tokens) for ask in asked.lookups] == [16]
 
 
 def test_a_hit_may_be_a_single_token() -> None:
-    receives = made(blocks=(1,), handoff=lambda request: RemotePrefill("t", computed=True))
+    receives = made(blocks=(1,), handoff_of=lambda request: RemotePrefill("t", computed=True))
     assert found(receives, request(2), 1) == (1, True)
 
 
 def crowded(**fields: Any) -> tuple[Scheduler, Request]:
     """A scheduler of an engine whose blocks one request has, which stands still; and another request."""
     room = [100]
-    scheduler, first, other = made(free=lambda: room[0], **fields), request(40, "first"), request(20, "a")
+    scheduler, first, other = (
+        made(free_blocks=lambda: room[0], **fields),
+        request(40, "first"),
+        request(20, "a"),
+    )
     assert found(scheduler, other, 16) == (16, True)
     tokens, _ = found(scheduler, first, 32)
     assert tokens == 32
@@ -149,15 +153,15 @@ def test_what_could_wait_for_blocks_for_good_waits_before_it_has_any() -> None:
 
 def test_a_request_that_ends_stands_still_no_more() -> None:
     scheduler, a = crowded(windows=True)
-    scheduler.finish(request(40, "first"), None)
+    scheduler.request_finished(request(40, "first"), None)
     assert scheduler.get_num_new_matched_tokens(a, 0) == (16, True)
 
 
 def test_of_what_was_not_admitted_no_tier_is_a_source() -> None:
     scheduler, a = new_scheduler(), request(20)
-    assert scheduler.sources("a", 16) == {}
+    assert scheduler.tier_tokens("a", 16) == {}
     scheduler.get_num_new_matched_tokens(a, 0)
-    assert scheduler.sources("a", 16) == {}
+    assert scheduler.tier_tokens("a", 16) == {}
 
 
 def test_what_each_tier_gave_is_counted_from_where_the_load_began() -> None:
@@ -168,36 +172,49 @@ def test_what_each_tier_gave_is_counted_from_where_the_load_began() -> None:
     scheduler.update_from_workers(WorkerReport([LookupAnswer("a", ask.number, 0, 32, segments)]))
     assert scheduler.get_num_new_matched_tokens(a, 4) == (28, True)
     scheduler.update_state_after_alloc(a, (TABLE,), 28)
-    assert scheduler.sources("a", 28) == {"memory": 12, "disk": 16}
-    assert scheduler.sources("a", 20) == {"memory": 4, "disk": 16}
-    assert scheduler.sources("a", 4) == {"memory": 4}
+    assert scheduler.tier_tokens("a", 28) == {"memory": 12, "disk": 16}
+    assert scheduler.tier_tokens("a", 20) == {"memory": 4, "disk": 16}
+    assert scheduler.tier_tokens("a", 4) == {"memory": 4}
 
 
-class Blending:
-    """What blending takes, and one request's blend: all of what it asks for is granted, but for blocks.
-
-    Attributes:
-        room: whether there are enough; None: there will never be.
-    """
+class FakeBlend:
+    """One request's blend, which reuses something wherever it may."""
 
     plan, private, exact = None, None, 0
 
-    def __init__(self, room: bool | None) -> None:
-        self.room, self.scratch, self.pinned = room, self, 0
-
-    def begin(self, request: Request) -> Blending:
-        return self
-
-    def wants(self, computed: int) -> bool:
+    def has_reusable_after(self, computed: int) -> bool:
         return computed < 8
 
-    def ask(self, lookup: LookupRequest, whole: Sequence) -> LookupRequest:
-        assert len(whole.tokens) == 20
+    def with_documents(self, lookup: LookupRequest, prompt: Sequence) -> LookupRequest:
+        assert len(prompt.tokens) == 20
         return lookup
 
-    def promise(self, tokens: int, exact: int, documents: tuple[int, ...]) -> bool:
+    def plan_reuse(self, tokens: int, exact: int, documents: tuple[int, ...]) -> bool:
         self.plan = "a plan"
         return True
+
+
+class Blending:
+    """What blending takes: all of what it asks for is granted, but for blocks.
+
+    Attributes:
+        room: whether there are enough; None: there will never be.
+        blend: the blend of the last new request.
+    """
+
+    def __init__(self, room: bool | None) -> None:
+        self.room, self.pinned = room, 0
+
+    def scheduler(self, **fields: Any) -> Scheduler:
+        scheduler = made(**fields)
+        blends: Any = BlendPlanner(scheduler.config, scheduler.engine, lambda request: None, None, self)
+        blends.on_new_request = self.begin
+        scheduler.bind(blends.private, blends)
+        return scheduler
+
+    def begin(self, state: RequestState) -> None:
+        self.blend: Any = FakeBlend()
+        state.blend = self.blend
 
     def has_room(self, tokens: int) -> bool | None:
         return self.room
@@ -213,12 +230,12 @@ class Blending:
 @pytest.mark.parametrize("windows", [False, True])
 def test_a_request_is_blended_as_a_whole_but_for_what_vllm_computes(windows: bool) -> None:
     blending = Blending(room=True)
-    assert found(made(blends=blending, windows=windows), request(20), 8, computed=4) == (16 - windows, True)
+    assert found(blending.scheduler(windows=windows), request(20), 8, computed=4) == (16 - windows, True)
     assert blending.pinned == 1
 
 
 def test_what_is_not_worth_blending_any_more_is_loaded_as_it_is() -> None:
-    scheduler, a = made(blends=Blending(room=True)), request(20)
+    scheduler, a = Blending(room=True).scheduler(), request(20)
     assert found(scheduler, a, 16) == (20, True)
     assert scheduler.get_num_new_matched_tokens(a, 8) == (8, True), "vLLM has more of it by now"
     scheduler.update_state_after_alloc(a, (TABLE,), 8)
@@ -228,27 +245,29 @@ def test_what_is_not_worth_blending_any_more_is_loaded_as_it_is() -> None:
 
 def test_a_request_waits_a_while_for_blocks_to_be_blended_in(caplog: pytest.LogCaptureFixture) -> None:
     clock, blending = Clock(), Blending(room=False)
-    scheduler, a = made(blends=blending, clock=clock), request(20)
+    scheduler, a = blending.scheduler(now=clock), request(20)
     assert found(scheduler, a, 8) == (None, False)
-    clock.now = PATIENCE_S
+    clock.now = BLEND_WAIT_S
     assert scheduler.get_num_new_matched_tokens(a, 0) == (None, False)
-    assert blending.plan is None
+    assert blending.blend.plan is None
     assert not caplog.messages
-    clock.now = PATIENCE_S + 0.1
+    clock.now = BLEND_WAIT_S + 0.1
     assert scheduler.get_num_new_matched_tokens(a, 0) == (None, False)
     assert caplog.messages == ["a is not blended: there are too few blocks"]
     assert scheduler.get_num_new_matched_tokens(a, 0) == (8, True), "what is exact is loaded"
 
 
 def test_a_request_that_can_never_be_blended_does_not_wait(caplog: pytest.LogCaptureFixture) -> None:
-    scheduler, a = made(blends=Blending(room=None)), request(20)
+    scheduler, a = Blending(room=None).scheduler(), request(20)
     assert found(scheduler, a, 8) == (None, False)
     assert caplog.messages == ["a is not blended: there are too few blocks"]
 
 
 def test_what_is_found_and_saved_is_told_by_its_chunks() -> None:
     told: list[tuple[str, int, int]] = []
-    scheduler = made(on_chunks=lambda request, first, stop: told.append((request.request_id, first, stop)))
+    scheduler = made(
+        expect_chunks=lambda request, first, stop: told.append((request.request_id, first, stop))
+    )
     a = request(41)
     assert found(scheduler, a, 16) == (16, True)
     assert told == [("a", 0, 2)]
@@ -265,7 +284,7 @@ def test_an_answer_that_nobody_awaits_is_passed_over() -> None:
     answer(scheduler, asked, 16)
     scheduler.update_state_after_alloc(a, (TABLE,), 0)
     answer(scheduler, asked, 16)
-    scheduler.finish(a, None)
+    scheduler.request_finished(a, None)
     answer(scheduler, asked, 16)
     assert not step(scheduler).loads
 
@@ -274,7 +293,7 @@ def test_every_request_of_a_step_is_looked_at() -> None:
     """Although those before it are not known, complete no chunk, have no blocks, or send nothing."""
     hands = {"c": RemoteDecode("t", "unix:///c"), "d": RemoteDecode("u", "unix:///d")}
     hands["e"] = RemoteDecode("v", "unix:///e")
-    scheduler = made(handoff=lambda request: hands.get(request.request_id))
+    scheduler = made(handoff_of=lambda request: hands.get(request.request_id))
     scheduled = {"unknown": 8}
     for request_id, tokens in (("short", 4), ("b", 16), ("c", 4), ("e", 16), ("d", 16)):
         a = request(tokens if request_id != "c" else 16, request_id)
@@ -289,7 +308,8 @@ def test_every_request_of_a_step_is_looked_at() -> None:
 def test_blocks_of_fewer_bits_are_kept_to_their_request() -> None:
     kept: list[tuple[str, int]] = []
     private = SimpleNamespace(begin=lambda request, first: kept.append((request.request_id, first)))
-    scheduler, a = made(private=private, approximate=frozenset({"few"})), request(20)
+    scheduler, a = made(approximate=frozenset({"few"})), request(20)
+    scheduler.bind(private)
     scheduler.get_num_new_matched_tokens(a, 0)
     answer(scheduler, step(scheduler), 16, tier="few")
     assert scheduler.get_num_new_matched_tokens(a, 0) == (16, True)

@@ -96,9 +96,8 @@ def scheduler_of(
 
 def asked(served: KVKitConnector, given: Request) -> list[int] | None:
     """The ids that kvkit looks up for a request; None where it looks up nothing."""
-    assert served._scheduler is not None
     found = served.get_num_new_matched_tokens(given, 0)
-    step = served._scheduler.plan({}, lambda name: None)
+    step = served._scheduler_side.scheduler.plan({}, lambda name: None)
     served.request_finished_all_groups(given, ([],))
     if found == (0, False):
         assert not step.lookups

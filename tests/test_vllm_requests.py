@@ -26,10 +26,7 @@ BLOCKS = ([1, 2, 3, 4, 5, 6],)
 
 def scheduler_of(handoff: RemoteDecode | RemotePrefill | None = None, **wish: Any) -> Scheduler:
     """One whose requests all want this."""
-    made = new_scheduler()
-    made.request_policy_of = lambda request: RequestPolicy(**wish)
-    made.handoff = lambda request: handoff
-    return made
+    return new_scheduler(policy_of=lambda request: RequestPolicy(**wish), handoff_of=lambda request: handoff)
 
 
 @pytest.mark.parametrize(
@@ -83,7 +80,7 @@ def test_what_a_request_wants_goes_with_what_is_saved() -> None:
     assert retain.sequence.tokens.tolist() == a.tokens
     a.tokens += range(9)
     a.num_computed_tokens = 24
-    assert scheduler.finish(a, BLOCKS)
+    assert scheduler.request_finished(a, BLOCKS)
     last = step(scheduler)
     assert ([save.policy for save in last.saves], last.retains) == ([wish], [])
 
@@ -99,7 +96,7 @@ def test_of_a_request_that_is_not_to_be_stored_nothing_is_saved_but_all_is_sent(
     assert not step(plain, {"a": 16}, BLOCKS).saves
     b.num_computed_tokens = 24
     b.tokens += range(2)
-    assert not plain.finish(b, BLOCKS)
+    assert not plain.request_finished(b, BLOCKS)
 
 
 @pytest.fixture

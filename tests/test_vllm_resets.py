@@ -46,7 +46,7 @@ def test_what_runs_is_not_stored_until_it_gets_blocks_anew() -> None:
     scheduler, a = new_scheduler(), request(24)
     admit(scheduler, a)
     assert len(stored(compute(scheduler, a, CHUNK))) == 1
-    scheduler.forget("later")
+    scheduler.begin_epoch("later")
     assert not stored(compute(scheduler, a, CHUNK))
     a.num_computed_tokens = 0  # preempted
     admit(scheduler, a)
@@ -62,7 +62,7 @@ def test_an_async_load_that_ends_after_a_reset_gets_no_new_blocks() -> None:
     assert scheduler.get_num_new_matched_tokens(a, 0) == (CHUNK, True)
     scheduler.update_state_after_alloc(a, BLOCKS, CHUNK)
     step(scheduler)
-    scheduler.forget("later")
+    scheduler.begin_epoch("later")
     scheduler.update_state_after_alloc(a, BLOCKS, 0)
     a.num_computed_tokens = CHUNK
     assert not stored(compute(scheduler, a, CHUNK))
@@ -75,8 +75,8 @@ def test_a_last_save_that_waits_for_a_step_is_not_stored() -> None:
     compute(scheduler, a, 2 * CHUNK - 1)
     a.num_computed_tokens = 2 * CHUNK
     a.tokens.append(7)
-    assert scheduler.finish(a, BLOCKS)
-    scheduler.forget("later")
+    assert scheduler.request_finished(a, BLOCKS)
+    scheduler.begin_epoch("later")
     told = step(scheduler)
     assert [save.last for save in told.saves] == [True]
     assert not stored(told)
@@ -86,10 +86,10 @@ def test_a_request_that_ends_after_a_reset_has_no_last_save() -> None:
     scheduler, a = new_scheduler(), request(2 * CHUNK)
     admit(scheduler, a)
     compute(scheduler, a, 2 * CHUNK - 1)
-    scheduler.forget("later")
+    scheduler.begin_epoch("later")
     a.num_computed_tokens = 2 * CHUNK
     a.tokens.append(7)
-    assert not scheduler.finish(a, BLOCKS)
+    assert not scheduler.request_finished(a, BLOCKS)
     assert not step(scheduler).saves
 
 
@@ -99,7 +99,7 @@ def test_a_reset_between_an_answer_and_blocks_fails_the_load() -> None:
     scheduler.get_num_new_matched_tokens(a, BLOCK)
     answer(scheduler, step(scheduler), 2 * CHUNK)
     assert scheduler.get_num_new_matched_tokens(a, BLOCK) == (2 * CHUNK - BLOCK, True)
-    scheduler.forget("later")
+    scheduler.begin_epoch("later")
     scheduler.update_state_after_alloc(a, BLOCKS, 2 * CHUNK - BLOCK)
     (load,) = step(scheduler).loads
     assert (load.number, load.start, load.stop) == (0, BLOCK, 2 * CHUNK)
@@ -110,14 +110,14 @@ def test_a_reset_between_an_answer_and_blocks_fails_the_load() -> None:
 @pytest.mark.parametrize("keeps_old", [False, True])
 def test_what_rests_on_blocks_that_vllm_kept_is_not_stored(keeps_old: bool) -> None:
     scheduler = new_scheduler()
-    scheduler.forget("later", keeps_old)
+    scheduler.begin_epoch("later", keeps_old)
     a, b = request(24, "a"), request(24, "b")
     admit(scheduler, a, computed=CHUNK)
     a.num_computed_tokens = CHUNK
     assert bool(stored(compute(scheduler, a, CHUNK))) is not keeps_old
     admit(scheduler, b)
     assert stored(compute(scheduler, b, CHUNK))
-    scheduler.forget("last", keeps_old=False)
+    scheduler.begin_epoch("last", keeps_old=False)
     c = request(24, "c")
     admit(scheduler, c, computed=CHUNK)
     c.num_computed_tokens = CHUNK
@@ -125,14 +125,14 @@ def test_what_rests_on_blocks_that_vllm_kept_is_not_stored(keeps_old: bool) -> N
 
 
 def test_a_prompt_is_sent_no_further() -> None:
-    scheduler, a = new_scheduler(handoff=lambda _: RemoteDecode("t", "tcp://there")), request(24)
+    scheduler, a = new_scheduler(handoff_of=lambda _: RemoteDecode("t", "tcp://there")), request(24)
     admit(scheduler, a)
     assert len(compute(scheduler, a, CHUNK).sends) == 1
     assert scheduler.answer(a) is not None
-    scheduler.forget("later")
+    scheduler.begin_epoch("later")
     assert not compute(scheduler, a, 2 * CHUNK).sends
     assert scheduler.answer(a) is None
-    assert scheduler.finish(a, BLOCKS), "its blocks may still be read"
+    assert scheduler.request_finished(a, BLOCKS), "its blocks may still be read"
 
 
 def begin(engine: Engine, name: str, tokens: list[int]) -> None:

@@ -6,17 +6,20 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from types import SimpleNamespace
 
-import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 pytest.importorskip("vllm")
 
-from kvkit.adapters.engine.lookup_request import LookupAnswer, Sequence
+from scheduler_engine import scheduler_of
+
+from kvkit.adapters.engine.lookup_request import LookupAnswer
 from kvkit.adapters.vllm.params import RemoteDecode, RemotePrefill
-from kvkit.adapters.vllm.scheduler import AHEAD, FRESH_S, Scheduler
+from kvkit.adapters.vllm.scheduler import Scheduler
 from kvkit.adapters.vllm.step import StepMetadata, Tables, WorkerReport
+from kvkit.adapters.vllm.tiers.lookup_planner import FRESH_S
+from kvkit.adapters.vllm.tiers.prefetch_planner import AHEAD
 
 CHUNK, BLOCK = 8, 4
 
@@ -48,14 +51,8 @@ def request(tokens: int, request_id: str = "a") -> Request:
     return Request(request_id, list(range(100, 100 + tokens)), tokens)
 
 
-def tokens_of(request: Request, count: int) -> Sequence:
-    assert count <= request.num_tokens, "a token that is not known"
-    return Sequence(np.array(request.tokens[:count], np.int32))
-
-
-def new_scheduler(clock: Callable[[], float] = lambda: 0.0, ranks: int = 1, **fields: bool) -> Scheduler:
-    settings = {"blocking_load": False, "save_generated": True} | fields
-    return Scheduler(CHUNK, (BLOCK,), tokens_of, ranks=ranks, clock=clock, **settings)
+def new_scheduler(clock: Callable[[], float] = lambda: 0.0, **fields: object) -> Scheduler:
+    return scheduler_of(CHUNK, (BLOCK,), now=clock, **fields)
 
 
 def step(
@@ -93,7 +90,7 @@ def test_what_is_admitted_is_loaded_into_its_blocks() -> None:
     (load,) = step(scheduler).loads
     assert (load.start, load.stop) == (4, 24)
     assert load.blocks == ([-1, 12, 13, 14, 15, 16],)  # what vLLM has computed itself is left alone
-    assert scheduler.sources("a", 20) == {"disk": 20}
+    assert scheduler.tier_tokens("a", 20) == {"disk": 20}
     scheduler.update_state_after_alloc(a, ([11, 12, 13, 14, 15, 16, 17, 18],), 0)  # the load is done
     assert not step(scheduler).loads
 
@@ -181,7 +178,7 @@ def test_a_step_tells_once_which_requests_are_over() -> None:
     scheduler.get_num_new_matched_tokens(a, 0)
     assert step(scheduler).ended == {}
     a.tokens += range(5)
-    scheduler.finish(a, None)
+    scheduler.request_finished(a, None)
     assert step(scheduler).ended == {"a": 20}
     assert step(scheduler).ended == {}
 
@@ -205,7 +202,7 @@ def test_what_a_queued_request_will_hit_is_brought_near_until_it_is_admitted() -
     assert not again.cancelled_prefetches
     scheduler.get_num_new_matched_tokens(a, 0)
     scheduler.update_state_after_alloc(a, ([1, 2, 3, 4, 5],), 16)
-    scheduler.finish(b, None)
+    scheduler.request_finished(b, None)
     left = step(scheduler)
     assert left.cancelled_prefetches == ["a", "b"]
     assert len(left.loads) == 1
@@ -238,7 +235,7 @@ def test_only_the_first_of_a_queue_are_brought_near(order: list[int]) -> None:
     ahead: set[str] = set()
     for leaves in [None, *order]:
         if leaves is not None:
-            scheduler.finish(queue[leaves], None)
+            scheduler.request_finished(queue[leaves], None)
             waiting.remove(str(leaves))
         planned = step(scheduler)
         assert set(planned.cancelled_prefetches) == ahead - set(waiting)
@@ -251,7 +248,7 @@ def test_only_the_first_of_a_queue_are_brought_near(order: list[int]) -> None:
 def test_what_vllm_has_itself_is_not_brought_near() -> None:
     tokens = {"a": 8, "b": 16, "c": 0}
     scheduler = new_scheduler()
-    scheduler.has = lambda request: tokens[request.request_id]
+    scheduler.engine.cached_tokens = lambda request: tokens[request.request_id]
     for request_id in tokens:
         scheduler.on_new_request(request(20 if request_id != "c" else CHUNK - 1, request_id))
     (told,) = step(scheduler).prefetches
@@ -267,7 +264,7 @@ def test_what_there_is_nothing_to_bring_near_for_is_looked_at_once_until_it_is_a
         return 16
 
     scheduler = new_scheduler()
-    scheduler.has = has
+    scheduler.engine.cached_tokens = has
     a = request(20)
     scheduler.on_new_request(a)
     for _ in range(3):
@@ -295,7 +292,7 @@ def test_a_reset_has_queued_requests_told_anew() -> None:
     scheduler, a = new_scheduler(), request(20)
     scheduler.on_new_request(a)
     assert len(step(scheduler).prefetches) == 1
-    scheduler.forget("later")
+    scheduler.begin_epoch("later")
     assert len(step(scheduler).prefetches) == 1
 
 
@@ -324,7 +321,7 @@ def test_a_reset_forgets_answers() -> None:
     scheduler.get_num_new_matched_tokens(a, 0)
     answer(scheduler, step(scheduler), 16)
     assert not scheduler.has_pending_reset
-    scheduler.forget("later")
+    scheduler.begin_epoch("later")
     assert scheduler.has_pending_reset, "who asks the workers shall not wait for the next request"
     assert scheduler.get_num_new_matched_tokens(a, 0) == (None, False)
     assert step(scheduler).epoch == "later"
@@ -332,15 +329,7 @@ def test_a_reset_forgets_answers() -> None:
 
 
 def test_what_is_not_told_by_ids_is_neither_asked_for_nor_saved() -> None:
-    scheduler = Scheduler(
-        CHUNK,
-        (BLOCK,),
-        lambda *_: None,
-        ranks=1,
-        blocking_load=False,
-        save_generated=True,
-        clock=Clock(),
-    )
+    scheduler = new_scheduler(sequence=lambda *_: None)
     a = request(20)
     assert scheduler.get_num_new_matched_tokens(a, 0) == (0, False)
     planned = step(scheduler, {"a": 20}, ([1, 2, 3, 4, 5],))
@@ -416,7 +405,7 @@ def test_every_complete_chunk_is_saved_once_and_no_other(
         engine.settle()
     engine.settle(all_of_it=True)  # it ends here
     complete = min(a.num_computed_tokens, a.num_tokens - 1)
-    ends = scheduler.finish(a, (blocks[: -(-a.num_computed_tokens // BLOCK)],))
+    ends = scheduler.request_finished(a, (blocks[: -(-a.num_computed_tokens // BLOCK)],))
     last = step(scheduler).saves
     assert ends == bool(last)
     for save in last:
@@ -444,19 +433,19 @@ def test_what_cannot_be_saved_in_the_end_is_not_kept(computed: int, blocks: list
     assert len(step(scheduler, {"a": 16}, ([7, 8, 9, 10],)).saves) == 1
     a.tokens += range(9)
     a.num_computed_tokens = computed
-    assert not scheduler.finish(a, None if blocks is None else (blocks,))
+    assert not scheduler.request_finished(a, None if blocks is None else (blocks,))
     assert not step(scheduler).saves
 
 
 def test_the_chunk_that_ends_with_its_request_is_saved() -> None:
     scheduler, a = new_scheduler(), request(16)
     told: list[tuple[Request, int, int]] = []
-    scheduler.on_chunks = lambda request, first, stop: told.append((request, first, stop))
+    scheduler.engine.expect_chunks = lambda request, first, stop: told.append((request, first, stop))
     scheduler.get_num_new_matched_tokens(a, 0)
     step(scheduler, {"a": 16}, ([7, 8, 9, 10],))
     a.tokens += range(9)
     a.num_computed_tokens = 24
-    assert scheduler.finish(a, ([7, 8, 9, 10, 11, 12],))
+    assert scheduler.request_finished(a, ([7, 8, 9, 10, 11, 12],))
     (save,) = step(scheduler).saves
     assert (save.first, save.blocks, save.last) == (2, ([11, 12],), True)
     assert not step(scheduler).saves
@@ -464,9 +453,7 @@ def test_the_chunk_that_ends_with_its_request_is_saved() -> None:
 
 
 def with_handoff(handoff: RemoteDecode | RemotePrefill, windows: bool = False) -> Scheduler:
-    scheduler = new_scheduler(windows=windows)
-    scheduler.handoff = lambda request: handoff
-    return scheduler
+    return new_scheduler(windows=windows, handoff_of=lambda request: handoff)
 
 
 @given(
@@ -504,7 +491,7 @@ def test_a_prompt_is_sent_once_and_in_order_as_it_is_computed(
     assert last == (0 < sent == all_of_it)
     told = scheduler.answer(a)
     assert told is None if not sent else told is not None and told["remote_num_tokens"] == sent
-    assert scheduler.finish(a, (table,)) == (sent > 0), "its blocks stay until they were read"
+    assert scheduler.request_finished(a, (table,)) == (sent > 0), "its blocks stay until they were read"
 
 
 def test_what_is_received_comes_with_the_unfilled_chunk_and_is_saved_from_its_beginning() -> None:
@@ -530,11 +517,13 @@ def test_what_is_received_comes_with_the_unfilled_chunk_and_is_saved_from_its_be
 
 def test_what_is_received_is_admitted_at_once_where_a_worker_answers_at_once() -> None:
     scheduler, a = with_handoff(RemotePrefill("t", computed=True)), request(15)
-    scheduler.lookup_inline = lambda ask: LookupAnswer(ask.request_id, ask.number, 0, 15, (("handoff", 15),))
-    scheduler.forget("later")
+    scheduler.engine.lookup_inline = lambda ask: LookupAnswer(
+        ask.request_id, ask.number, 0, 15, (("handoff", 15),)
+    )
+    scheduler.begin_epoch("later")
     assert scheduler.get_num_new_matched_tokens(a, 0) == (None, False), "the worker knows of no reset yet"
     (ask,) = step(scheduler).lookups
-    scheduler.forget("later")
+    scheduler.begin_epoch("later")
     step(scheduler)
     assert scheduler.get_num_new_matched_tokens(a, 0) == (14, True)
     scheduler.update_state_after_alloc(a, ([21, 22, 23, 24],), 14)
@@ -555,7 +544,7 @@ def test_what_is_received_for_nothing_is_not_wanted(tokens: int, computed: int) 
 def test_nor_is_what_is_received_for_a_request_that_ends_before() -> None:
     scheduler, a = with_handoff(RemotePrefill("t", computed=True)), request(15)
     assert scheduler.get_num_new_matched_tokens(a, 0) == (None, False)
-    scheduler.finish(a, None)
+    scheduler.request_finished(a, None)
     assert step(scheduler).released_transfers == ["t"]
 
 
@@ -563,7 +552,8 @@ def approximate(*segments: tuple[str, int], **fields: object) -> tuple[Scheduler
     """A scheduler that knows what was found of a request, of "few" with fewer bits; what it keeps private."""
     begun: list[int] = []
     kept, a = SimpleNamespace(begin=lambda request, tokens: begun.append(tokens)), request(41)
-    scheduler = new_scheduler(approximate=frozenset({"few"}), private=kept, **fields)
+    scheduler = new_scheduler(approximate=frozenset({"few"}), **fields)
+    scheduler.bind(kept)
     scheduler.get_num_new_matched_tokens(a, 0)
     (asked,) = step(scheduler).lookups
     total = sum(size for _, size in segments)
@@ -594,7 +584,7 @@ def test_from_the_first_token_of_fewer_bits_on_nothing_is_saved(
 
 
 def test_what_is_handed_off_is_exact() -> None:
-    sends = {"handoff": lambda request: RemoteDecode("t", "tcp://decode:1")}
+    sends = {"handoff_of": lambda request: RemoteDecode("t", "tcp://decode:1")}
     scheduler, begun, a = approximate(("disk", 16), ("few", 16), **sends)
     assert scheduler.get_num_new_matched_tokens(a, 0) == (16, True)
     assert begun == []

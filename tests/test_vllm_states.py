@@ -16,9 +16,10 @@ from hypothesis import strategies as st
 
 pytest.importorskip("vllm")
 
+from scheduler_engine import scheduler_of
 from test_vllm_pages import BLOCKS, CHUNK, FULL, config, views
 from test_vllm_scheduler import CHUNK as STEPS_CHUNK
-from test_vllm_scheduler import Request, request, step, tokens_of
+from test_vllm_scheduler import Request, request, step
 from vllm.v1.kv_cache_interface import MambaSpec
 from vllm_rank import IDS, OTHER, TABLE, Rank
 
@@ -97,18 +98,8 @@ class Engine:
 
 
 def new_scheduler(runs: bool, every: int = 1, ranks: int = 1) -> Scheduler:
-    return Scheduler(
-        STEPS_CHUNK,
-        (4, STEPS_CHUNK),
-        tokens_of,
-        windows=True,
-        states={1: runs},
-        snapshot_every=every,
-        ranks=ranks,
-        blocking_load=False,
-        save_generated=True,
-        clock=lambda: 0.0,
-    )
+    settings: Any = {"windows": True, "states": {1: runs}, "snapshot_every": every, "ranks": ranks}
+    return scheduler_of(STEPS_CHUNK, (4, STEPS_CHUNK), **settings)
 
 
 @given(
@@ -146,7 +137,7 @@ def test_what_is_stored_is_the_state_at_its_place(
         if end >= a.num_tokens + sum(engine.in_flight):
             engine.in_flight.append(1)
         engine.settle()
-    scheduler.finish(a, (list(range(1, 400)), list(engine.table)))
+    scheduler.request_finished(a, (list(range(1, 400)), list(engine.table)))
     check(step(scheduler), engine, every, (prompt - 1) // STEPS_CHUNK)
 
 

@@ -116,7 +116,7 @@ class ToldEngine:
     def reset(self) -> None:
         """As vLLM's `reset_prefix_cache` does; the workers hear of it in their next step."""
         self._epoch = f"epoch {next(self._numbers)}"
-        self.events.forget(self._epoch)
+        self.events.begin_epoch(self._epoch)
         self.known.clear()
 
     def save(self, tokens: list[int], salt: str = "") -> None:
@@ -184,7 +184,7 @@ class ToldEngine:
             self.events.expect(request, 0, answer.tokens // CHUNK)
         if found and self._found:
             self._note(request.all_token_ids, self._found // CHUNK)
-        self.events.hear(report)
+        self.events.update_from_workers(report)
 
     def held(self, texts: set[tuple[int, ...]]) -> Held:
         """What all ranks' tiers hold of the last chunks of some prompts, by the names of records."""

@@ -35,12 +35,12 @@ class PendingAllocations:
         if self._lacking is not None:
             self._lacking += self._blocks(request.num_tokens - request.num_computed_tokens)
 
-    def leave(self, request_id: str) -> None:
+    def remove(self, request_id: str) -> None:
         """Remove a request that has no blocks any more. Mutates."""
         if self._requests.pop(request_id, None) is not None:
             self._lacking = None
 
-    def go(self, request_ids: Iterable[str]) -> None:
+    def remove_scheduled(self, request_ids: Iterable[str]) -> None:
         """Remove requests that a step computes tokens for. Mutates."""
         for request_id in request_ids:
             self._requests.pop(request_id, None)

@@ -136,7 +136,7 @@ class Events:
             if len(self._expected) > EXPECTED:
                 self._expected.popitem(last=False)
 
-    def hear(self, report: WorkerReport) -> None:
+    def update_from_workers(self, report: WorkerReport) -> None:
         """Note which records workers name, and which their tiers hold."""
         if report.watches is not None:
             self.begin(report.watches)
@@ -162,7 +162,7 @@ class Events:
         self._steps, self._round = 0, None
         self._ready = [TiersCleared(complete=complete)]
 
-    def forget(self, epoch: str, complete: bool = True) -> None:
+    def begin_epoch(self, epoch: str, complete: bool = True) -> None:
         """Begin an epoch: KV saved before the workers learn of it is not found any more.
 
         Args:

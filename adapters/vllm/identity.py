@@ -13,9 +13,13 @@ from dataclasses import fields, is_dataclass
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from kvkit.adapters.huggingface.configs import described, stable_json
 from kvkit.adapters.vllm import compat
 from kvkit.adapters.vllm.contents import default_folder, digests
+from kvkit.config import Config
+from kvkit.format.layout import KVLayout, Namespace
 
 log = logging.getLogger(__name__)
 
@@ -305,3 +309,29 @@ def _commit(model: Any, load: Any) -> str:
     except (OSError, ValueError) as error:
         raise LookupError("no commit is known, and the hub's cache has none") from error
     return Path(found).name
+
+
+def rank_namespace(vllm_config: Any, config: Config, layout: KVLayout, ranks_share: bool) -> Namespace:
+    """Return the namespace of a rank's KV, without adapter and salt.
+
+    Args:
+        ranks_share: whether a rank's records hold heads that other ranks have too.
+    """
+    parallel = vllm_config.parallel_config
+    name, revision = model_identity(vllm_config)
+    return config.namespace(
+        layout,
+        model=name,
+        dtype=str(vllm_config.model_config.dtype).removeprefix("torch."),
+        revision=revision,
+        draft=draft_identity(vllm_config),
+        rank=parallel.rank % parallel.world_size,
+        world=parallel.world_size,
+        ranks_share=ranks_share,
+        isa=_instruction_set(vllm_config) if layout.groups[0].opaque else "",
+    )
+
+
+def _instruction_set(vllm_config: Any) -> str:
+    """Return what determines the order of K within vLLM's CPU pages."""
+    return f"{compat.cpu_page_order(vllm_config)}/{torch.backends.cpu.get_cpu_capability()}"

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, field
+from collections.abc import Container
+from dataclasses import dataclass, field, replace
+from itertools import takewhile
 from typing import Any
 
 from kvkit.adapters.engine.lookup_request import LookupAnswer
-from kvkit.adapters.vllm.blending.scheduling import Blend
+from kvkit.adapters.vllm.blending.blend import Blend
 from kvkit.adapters.vllm.params import RemoteDecode, RemotePrefill
 from kvkit.transfer.policy import RequestPolicy
 
@@ -19,16 +21,34 @@ class PendingLookup:
     Attributes:
         number: number of the lookup.
         chunks: number of chunks to look up.
-        computed: leading tokens that vLLM has itself.
         answers: answers by rank.
-        known_at: time of the last rank's answer.
+        answered_at: time of the last rank's answer.
     """
 
     number: int
     chunks: int
-    computed: int = 0
     answers: dict[int, LookupAnswer] = field(default_factory=dict)
-    known_at: float = math.inf
+    answered_at: float = math.inf
+
+    def common_answer(self, same_length: bool) -> LookupAnswer:
+        """Return what every rank can load.
+
+        Args:
+            same_length: whether nothing can be loaded unless all ranks found the same (with states).
+        """
+        answers = self.answers.values()
+        least = min(answers, key=lambda answer: (answer.tokens, answer.rank))
+        if same_length and any(answer.tokens != least.tokens for answer in answers):
+            least = replace(least, tokens=0, segments=())  # not all have a snapshot there
+        documents = zip(*(answer.documents for answer in answers), strict=True)
+        return replace(least, documents=tuple(map(min, documents)))
+
+    def exact_tokens(self, approximate: Container[str]) -> int:
+        """Return how many leading tokens every rank can load exactly: up to the first with fewer bits."""
+        return min(
+            sum(size for _, size in takewhile(lambda s: s[0] not in approximate, answer.segments))
+            for answer in self.answers.values()
+        )
 
 
 @dataclass(slots=True)
@@ -66,3 +86,29 @@ class RequestState:
     private: int | None = None
     epoch: str = ""
     computed: int = 0
+
+    @property
+    def request_id(self) -> str:
+        """Id of the request."""
+        request_id: str = self.request.request_id
+        return request_id
+
+    @property
+    def remote_prefill(self) -> RemotePrefill | None:
+        """The transfer from a prefill engine; None: none."""
+        return self.handoff if isinstance(self.handoff, RemotePrefill) else None
+
+    @property
+    def remote_decode(self) -> RemoteDecode | None:
+        """The transfer to a decode engine; None: none."""
+        return self.handoff if isinstance(self.handoff, RemoteDecode) else None
+
+    @property
+    def blended_from(self) -> int | None:
+        """First token whose KV is approximate because it was blended; None: none."""
+        return None if self.blend is None else self.blend.private
+
+    @property
+    def will_blend(self) -> bool:
+        """Whether the next load is that of a blend. After a reset between match and blocks, none is."""
+        return self.blend is not None and self.blend.plan is not None and self.lookup is not None

@@ -8,7 +8,7 @@ vLLM uses the mode "align" with its own prefix caching, and "none" without.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 
 import torch
 from vllm.v1.kv_cache_interface import KVCacheSpec, MambaSpec
@@ -59,6 +59,11 @@ def table_tokens(spec: MambaSpec, chunk_tokens: int) -> int:
 def runs(spec: KVCacheSpec) -> bool:
     """Return whether a request has one running state, which every step updates."""
     return isinstance(spec, MambaSpec) and spec.mamba_cache_mode != "align"
+
+
+def state_tables(tables: Iterable[KVCacheSpec]) -> dict[int, bool]:
+    """Return the numbers of the tables that keep states, and whether these run."""
+    return {table: runs(spec) for table, spec in enumerate(tables) if isinstance(spec, MambaSpec)}
 
 
 def form_of(spec: MambaSpec, tensor: torch.Tensor, chunk_tokens: int) -> LayerGroup:

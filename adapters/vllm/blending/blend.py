@@ -1,8 +1,4 @@
-"""The scheduler's part of blending: plans, tasks for workers, and results.
-
-A blended request claims its whole prompt as external tokens. KV from the first reused token on is private to
-the request, computed and generated tokens included: other requests never see it. Blending leaves earlier KV
-as it is.
+"""The blend of one request, on the scheduler's side.
 
 After a preemption, the KV that vLLM has lost is blended again as the first time: from the same tokens of the
 same documents, with the same tokens computed again.
@@ -10,23 +6,16 @@ same documents, with the same tokens computed again.
 
 from __future__ import annotations
 
-import logging
-from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
 
 from kvkit.adapters.engine.lookup_request import LookupRequest, Sequence
-from kvkit.adapters.vllm.blending.private import PrivateBlocks
 from kvkit.adapters.vllm.blending.requests import BlendRequest
-from kvkit.adapters.vllm.blending.scratch import Scratch
 from kvkit.adapters.vllm.step import Arrival, BlendDone, BlendTask, LoadTask, Tables
 from kvkit.blend.plan import BlendPlan, Span, plan_blend
 from kvkit.format.keys import as_tokens
-from kvkit.settings import ConfigError
-
-log = logging.getLogger(__name__)
 
 
 @dataclass(eq=False, slots=True)
@@ -34,7 +23,7 @@ class Blend:
     """The blend of one request.
 
     Attributes:
-        asked: the blend request.
+        blend_request: what the request, or the settings, ask for.
         spans: spans of its documents; after its first blend, the parts that were placed then.
         exact: number of leading tokens that the last plan leaves as they are.
         plan: the last plan; None: nothing to blend.
@@ -45,7 +34,7 @@ class Blend:
         done: result of its first blend; None: not done yet.
     """
 
-    asked: BlendRequest
+    blend_request: BlendRequest
     spans: tuple[Span, ...] = field(init=False)
     exact: int = 0
     plan: BlendPlan | None = None
@@ -56,30 +45,32 @@ class Blend:
     done: BlendDone | None = None
 
     def __post_init__(self) -> None:
-        prefix = self.asked.prefix  # a document right after it is part of the true prefix
+        prefix = self.blend_request.prefix  # a document right after it is part of the true prefix
         self.spans = tuple(
             Span(*where, prefix + len(joint), exact=where[0] == prefix and not joint)
-            for where, joint in self.asked.parts
+            for where, joint in self.blend_request.parts
         )
 
-    def wants(self, computed: int) -> bool:
+    def has_reusable_after(self, computed: int) -> bool:
         """Return whether a document ends after the first `computed` tokens."""
         return self.spans[-1].stop > computed
 
     def documents(self, prompt: Sequence) -> tuple[Sequence, ...]:
         """Return the text in which each document was computed, up to the document's end."""
-        before = prompt.tokens[: self.asked.prefix]
+        before = prompt.tokens[: self.blend_request.prefix]
         texts = (
             np.concatenate([before, as_tokens(joint), prompt.tokens[start:stop]])
-            for (start, stop), joint in self.asked.parts
+            for (start, stop), joint in self.blend_request.parts
         )
         return tuple(replace(prompt, tokens=text, rest="") for text in texts)
 
-    def ask(self, lookup: LookupRequest, prompt: Sequence) -> LookupRequest:
+    def with_documents(self, lookup: LookupRequest, prompt: Sequence) -> LookupRequest:
         """Return the lookup with the documents added."""
-        return replace(lookup, documents=self.documents(prompt), recomputed=self.asked.selection.ratio)
+        return replace(
+            lookup, documents=self.documents(prompt), recomputed=self.blend_request.selection.ratio
+        )
 
-    def promise(self, tokens: int, exact: int, found: tuple[int, ...]) -> bool:
+    def plan_reuse(self, tokens: int, exact: int, found: tuple[int, ...]) -> bool:
         """Plan the blend of a prompt of `tokens` tokens; return whether it reuses any token.
 
         Args:
@@ -88,7 +79,7 @@ class Blend:
             found: per document, the number of leading tokens of its text that can be loaded.
         """
         self.exact = exact
-        plan = plan_blend(tokens, exact, self._found(found))
+        plan = plan_blend(tokens, exact, self._spans_found(found))
         self.plan = plan if plan.reused.any() else None
         return self.plan is not None
 
@@ -101,13 +92,13 @@ class Blend:
             prompt,
             load if load.start < load.stop else None,
             self.exact,
-            self._found(found),
-            self.asked.selection,
+            self._spans_found(found),
+            self.blend_request.selection,
             None if self.done is None else self.done.selected,
             blocks,
         )
 
-    def arrive(self, arrival: Arrival, ranks: int) -> Arrival | None:
+    def add_arrival(self, arrival: Arrival, ranks: int) -> Arrival | None:
         """Note what a rank has loaded; return what all ranks have, None until all have reported."""
         if arrival.number != self.number:
             return None
@@ -117,16 +108,16 @@ class Blend:
         least = tuple(min(sizes) for sizes in zip(*(a.documents for a in self.arrivals), strict=True))
         return replace(arrival, rank=-1, exact=min(a.exact for a in self.arrivals), documents=least)
 
-    def finish(self, request: Any, done: BlendDone) -> None:
+    def record_result(self, request: Any, done: BlendDone) -> None:
         """Note the result of a request's first blend, also in vLLM's prefill stats of the request."""
         if self.done is None:
             self.done, self.spans = done, done.spans
-            self._count(request, done.exact + done.reused - len(done.selected))
+            self._count_cached(request, done.exact + done.reused - len(done.selected))
 
-    def fail(self, request: Any) -> None:
+    def record_failure(self, request: Any) -> None:
         """Note in vLLM's prefill stats that vLLM computes the tokens of the plan itself."""
         if self.plan is not None and self.done is None:
-            self._count(request, self.exact)
+            self._count_cached(request, self.exact)
 
     def answer(self) -> dict[str, Any] | None:
         """Return the numbers of exact, reused, recomputed and computed tokens; None: it was not blended."""
@@ -136,49 +127,9 @@ class Blend:
         counts = {"exact": done.exact, "blended": done.reused - again, "recomputed": again}
         return {"blend": counts | {"computed": done.computed}}
 
-    def _found(self, found: tuple[int, ...]) -> tuple[Span, ...]:
+    def _spans_found(self, found: tuple[int, ...]) -> tuple[Span, ...]:
         return tuple(span.found(n, self.exact) for span, n in zip(self.spans, found, strict=True))
 
-    def _count(self, request: Any, cached: int) -> None:
+    def _count_cached(self, request: Any, cached: int) -> None:
         if request.prefill_stats is not None:
             request.prefill_stats.set(request.num_prompt_tokens, self.local, max(0, cached - self.local))
-
-
-@dataclass(eq=False, slots=True)
-class Blends:
-    """Blending as vLLM's scheduler uses it.
-
-    Args:
-        read: function that reads the blend request of vLLM's `Request`; None: it has none. A request for
-            which it raises ConfigError is served without blending.
-        private: private blocks of the engine's requests.
-        scratch: blocks that stand in for those outside of windows.
-    """
-
-    read: Callable[[Any], BlendRequest | None]
-    private: PrivateBlocks
-    scratch: Scratch
-
-    def begin(self, request: Any) -> Blend | None:
-        """Return the blend of a new request; None: the request is not blended."""
-        try:
-            asked = self.read(request)
-        except ConfigError as error:
-            log.warning("%s is not blended: %s", request.request_id, error)
-            return None
-        return None if asked is None else Blend(asked)
-
-    def admit(self, request: Any, blend: Blend, computed: int, blocks: Tables) -> Tables:
-        """Make a request's approximate KV private, and return the block tables for its blend.
-
-        Call it once vLLM has allocated the request's blocks.
-
-        Args:
-            computed: number of tokens that vLLM has.
-            blocks: the request's block tables.
-        """
-        assert blend.plan is not None
-        if blend.private is None:
-            blend.private, blend.local = int(blend.plan.reused.argmax()), computed
-            self.private.begin(request, blend.private)
-        return self.scratch.fill(request, blocks, computed)

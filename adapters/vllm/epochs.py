@@ -1,0 +1,66 @@
+"""Epochs of one engine's KV: resets, new weights and versions of weights begin them."""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+import uuid
+
+from kvkit.adapters.vllm.engine import VllmEngine
+from kvkit.adapters.vllm.events import Events
+from kvkit.adapters.vllm.scheduler import Scheduler
+from kvkit.adapters.vllm.step import WorkerReport
+
+log = logging.getLogger(__name__)
+
+
+class Epochs:
+    """Begins epochs of the scheduler's side. KV of earlier epochs is not found any more."""
+
+    def __init__(self, scheduler: Scheduler, engine: VllmEngine, events: Events | None) -> None:
+        self._scheduler, self._engine, self._events = scheduler, engine, events
+        self._version_is_new = False  # the weights got a version since KV was last computed
+        self._warned = False
+
+    def note_computed(self) -> None:
+        """Note that a step computes KV."""
+        self._version_is_new = False
+
+    def update_from_workers(self, report: WorkerReport) -> None:
+        """Begin an epoch if the weights of the workers changed in the current one."""
+        if report.new_weights == self._scheduler.epoch:
+            log.warning("the model's weights changed without a reset of the cache: kvkit resets it")
+            self.reset()
+
+    def reset(self) -> None:
+        """Begin an epoch, so that KV stored before is not found.
+
+        If the weights got a version since KV was last computed, its epoch stays: its KV is of these weights.
+        """
+        self._begin(self._scheduler.epoch if self._version_is_new else uuid.uuid4().hex)
+
+    def weights_changed(self) -> None:
+        """Begin an epoch for weights without a version."""
+        self._version_is_new = False  # the version is of older weights
+        self._begin(uuid.uuid4().hex)
+
+    def set_weight_version(self, version: str) -> None:
+        """Begin the epoch that engines with this version of the weights share."""
+        digest = hashlib.blake2b(version.encode(), digest_size=16).hexdigest()
+        self._begin(f"weights-{digest}", shared=True)
+        self._version_is_new = True
+
+    def own_cache_reset(self) -> None:
+        """Warn, once, that vLLM's own prefix cache was reset without kvkit's tiers."""
+        if not self._warned:
+            self._warned = True
+            log.warning(
+                "vLLM's own prefix cache was reset, but KV in kvkit's tiers stays: if the weights have "
+                "changed, reset with reset_connector, or give them a version"
+            )
+
+    def _begin(self, epoch: str, shared: bool = False) -> None:
+        """Begin an epoch. `shared`: other engines may have stored KV in it."""
+        self._scheduler.begin_epoch(epoch, self._engine.keeps_cached_blocks())
+        if self._events is not None:
+            self._events.begin_epoch(epoch, complete=not shared)

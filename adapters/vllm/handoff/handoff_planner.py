@@ -1,0 +1,87 @@
+"""Handoffs between a prefill and a decode engine, on the scheduler's side."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+from kvkit.adapters.vllm import params
+from kvkit.adapters.vllm.planner import BlocksOf, Planner, Scheduled
+from kvkit.adapters.vllm.request_state import RequestState
+from kvkit.adapters.vllm.scheduler_config import EngineView, SchedulerConfig
+from kvkit.adapters.vllm.states import spread
+from kvkit.adapters.vllm.step import SendTask, StepMetadata, Tables, cut
+
+
+def handed_off_tokens(config: SchedulerConfig, tokens: int) -> int:
+    """Return how many tokens of a prompt of `tokens` tokens are handed off.
+
+    The receiver computes the last token in any case: if that is alone in its block, it is not sent.
+    """
+    grains = config.whole_grains(tokens - 1)
+    return grains if config.loses_blocks or grains == tokens - 1 else tokens
+
+
+class HandoffPlanner(Planner):
+    """What one engine sends to decode engines, and which transfers from prefill engines it releases."""
+
+    def __init__(self, config: SchedulerConfig, engine: EngineView) -> None:
+        self._config, self._engine = config, engine
+        self._released: list[str] = []
+
+    def admit(self, state: RequestState, blocks: Tables, tokens: int) -> None:
+        if not tokens:
+            self._release(state)
+
+    def plan(self, step: StepMetadata, scheduled: Scheduled, blocks: BlocksOf) -> None:
+        step.released_transfers, self._released = self._released, []
+        step.sends += self._sends(scheduled, blocks)
+
+    def request_finished(self, state: RequestState, blocks: Tables | None) -> bool:
+        self._release(state)
+        return state.sent is not None
+
+    def answer(self, state: RequestState) -> dict[str, Any] | None:
+        """Return the parameters of the decode engine's request; None: nothing was sent."""
+        remote = state.remote_decode
+        return None if remote is None or state.sent is None else params.answer(remote, state.sent)
+
+    def _release(self, state: RequestState) -> None:
+        """Release a transfer that the request does not wait for any more."""
+        if state.remote_prefill is not None:
+            self._released.append(state.remote_prefill.transfer)
+
+    def _sends(self, scheduled: Scheduled, blocks: BlocksOf) -> Iterator[SendTask]:
+        """Yield what this step completes of prompts to hand off: whole chunks, and the rest at the end.
+
+        tokens     |  chunk 0  |  chunk 1  |  chunk 2  |       | the prompt's end
+        computed   [------ before this step -----[- this step -[
+        sent       [-------- before -------[------- now -------[
+                                           first               stop
+        """
+        chunk = self._config.chunk_tokens
+        for state, tokens in scheduled:
+            request, remote = state.request, state.remote_decode
+            if remote is None:
+                continue
+            whole = handed_off_tokens(self._config, request.num_prompt_tokens)
+            computed, first = request.num_computed_tokens + tokens, state.sent or 0
+            stop = whole if computed >= request.num_prompt_tokens else computed // chunk * chunk
+            if stop <= first:
+                continue
+            sequence, table = self._engine.sequence(request, whole), blocks(state.request_id)
+            if sequence is None or table is None:
+                continue
+            state.sent = stop
+            table = spread(table, self._config.states, computed, chunk)
+            part = cut(table, self._config.block_tokens, first, -(-stop // chunk) * chunk, 0, stop)
+            yield SendTask(
+                state.request_id,
+                remote.transfer,
+                remote.address,
+                sequence,
+                first,
+                stop,
+                part,
+                last=stop == whole,
+            )

@@ -1,0 +1,129 @@
+"""Saves of computed chunks, on the scheduler's side."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+
+from kvkit.adapters.vllm.planner import BlocksOf, Planner, Scheduled
+from kvkit.adapters.vllm.request_state import RequestState
+from kvkit.adapters.vllm.scheduler_config import EngineView, SchedulerConfig
+from kvkit.adapters.vllm.states import spread
+from kvkit.adapters.vllm.step import RetainTask, SaveTask, StepMetadata, Tables, cut
+from kvkit.transfer.plan import is_snapshot_kept
+
+
+def savable_tokens(config: SchedulerConfig, state: RequestState, tokens: int) -> int:
+    """Return how many of a request's first `tokens` tokens may be saved: only those with exact KV."""
+    if state.policy.store_to == () or not config.stores:
+        return 0
+    if state.blended_from is not None:
+        tokens = min(tokens, state.blended_from)
+    if state.private is not None:
+        tokens = min(tokens, state.private)
+    return tokens if config.save_generated else min(tokens, state.request.num_prompt_tokens)
+
+
+class SavePlanner(Planner):
+    """The saves of one engine's requests.
+
+    Attributes:
+        last_saves: saves of ended requests that the workers have not received yet.
+    """
+
+    def __init__(self, config: SchedulerConfig, engine: EngineView) -> None:
+        self._config, self._engine = config, engine
+        self.last_saves: list[SaveTask] = []
+        self._retains: list[RetainTask] = []
+
+    def admit(self, state: RequestState, blocks: Tables, tokens: int) -> None:
+        """Apply the request policy's eviction to records that tiers have: hits are not saved again."""
+        state.saved = None
+        request, policy = state.request, state.policy
+        sequence = self._engine.sequence(request, request.num_tokens) if policy.retains else None
+        if sequence is not None:
+            self._retains.append(RetainTask(sequence, policy))
+
+    def plan(self, step: StepMetadata, scheduled: Scheduled, blocks: BlocksOf) -> None:
+        step.retains, self._retains = self._retains, []
+        step.saves, self.last_saves = self.last_saves, []
+        step.saves += self._saves(scheduled, blocks)
+
+    def request_finished(self, state: RequestState, blocks: Tables | None) -> bool:
+        """Plan the save of the chunk that a request's last token completes.
+
+        With asynchronous scheduling, the step that fills a chunk does not know the chunk's last token yet. If
+        that token ends the request, no later step can save the chunk, so it is saved here.
+        """
+        if state.saved is None or blocks is None:
+            return False
+        request, config, chunk, first = state.request, self._config, self._config.chunk_tokens, state.saved
+        known = savable_tokens(config, state, request.num_tokens - 1)
+        stop = min(request.num_computed_tokens, known) // chunk
+        if stop <= first:
+            return False
+        end = stop * chunk
+        sequence = self._engine.sequence(request, end)
+        table = self._tables(state, blocks, 0, first, stop)
+        sizes = zip(table, config.block_tokens, strict=True)
+        parts = [part for number, part in enumerate(sizes) if number not in config.states]
+        if sequence is None or any(-1 in part or len(part) * n < end - first * chunk for part, n in parts):
+            return False  # a window has left some of the blocks
+        self.last_saves.append(SaveTask(state.request_id, sequence, first, table, state.policy, last=True))
+        self._engine.expect_chunks(request, first, stop)
+        return True
+
+    def reset(self) -> None:
+        self.last_saves = [replace(s, policy=replace(s.policy, store_to=())) for s in self.last_saves]
+
+    def _saves(self, scheduled: Scheduled, blocks: BlocksOf) -> Iterator[SaveTask]:
+        """Yield saves of the chunks that this step completes.
+
+            tokens     |  chunk 0  |  chunk 1  |  chunk 2  |  chunk 3  |
+            computed   [------ before this step -----[ this step [
+            saved      [-------- before -------[--- now ---[
+                                               first       stop
+
+        Blocks that a sliding window has left may be missing (-1), even in the first chunk to save: those that
+        are a window before the tokens computed when that chunk was begun. A reader resumes at the chunk's end
+        or later, and its window begins after the missing blocks: the zeros in their place are never read.
+        Earlier chunks may have larger gaps, and are not saved.
+        """
+        chunk = self._config.chunk_tokens
+        for state, tokens in scheduled:
+            request = state.request
+            computed, first = request.num_computed_tokens + tokens, self._first_unsaved(state)
+            stop = min(computed, savable_tokens(self._config, state, request.num_tokens)) // chunk
+            state.saved = max(first, stop)
+            if stop <= first:
+                continue
+            sequence, table = self._engine.sequence(request, stop * chunk), blocks(state.request_id)
+            if sequence is not None and table is not None:
+                self._engine.expect_chunks(request, first, stop)
+                part = self._tables(state, table, computed, first, stop)
+                yield SaveTask(state.request_id, sequence, first, part, state.policy)
+
+    def _first_unsaved(self, state: RequestState) -> int:
+        """Return a request's first chunk that no save was planned of and no tier has."""
+        first: int = state.request.num_computed_tokens // self._config.chunk_tokens
+        if state.saved is not None:
+            # after a preemption or a failed load, `first` is lower: those chunks are recomputed
+            return min(first, state.saved)
+        if self._config.windows:
+            return first
+        if state.remote_prefill is not None:
+            return 0  # received KV is in no tier yet
+        if state.blend is not None:
+            return min(first, state.blend.exact // self._config.chunk_tokens)  # nor is blended KV
+        return first
+
+    def _tables(self, state: RequestState, blocks: Tables, at: int, first: int, stop: int) -> Tables:
+        """Return the blocks of chunks [first, stop), of snapshots those to store; states run at `at`."""
+        config, chunk = self._config, self._config.chunk_tokens
+        prompt_chunks, end = (state.request.num_prompt_tokens - 1) // chunk, stop * chunk
+        part = cut(spread(blocks, config.states, at, chunk), config.block_tokens, first * chunk, end, 0, end)
+        for table in config.states:
+            for i in range(len(part[table])):
+                if not is_snapshot_kept(first + i + 1, config.snapshot_every, prompt_chunks):
+                    part[table][i] = -1
+        return part
