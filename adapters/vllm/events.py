@@ -73,13 +73,13 @@ class AnnouncedChunk:
     """A chunk of tokens after a prefix.
 
     Attributes:
-        said: fields of its `BlockStored` other than its place and its tokens.
+        fields: fields of its `BlockStored` other than its place and its tokens.
         tokens: its token ids, int32.
         names: names of its records, by rank.
         tiers: tiers that were announced to hold it.
     """
 
-    said: dict[str, Any]
+    fields: dict[str, Any]
     tokens: array[int]
     names: dict[int, tuple[str, ...]] = field(default_factory=dict)
     tiers: set[str] = field(default_factory=set)
@@ -175,9 +175,9 @@ class Events:
         """Take the events since the last call, and this step's part of a round."""
         self._steps += 1
         if self._steps >= max(1, self.buffer_steps // 3):  # so that the publisher keeps a whole round
-            told = {id(chunk): chunk for chunk in self._chunks.values() if chunk.tiers}
-            self._steps, self._round = 0, [*told.values()]
-            self._at_once = max(AGAIN, 6 * len(told) // self.buffer_steps + 1)
+            stored = {id(chunk): chunk for chunk in self._chunks.values() if chunk.tiers}
+            self._steps, self._round = 0, [*stored.values()]
+            self._at_once = max(AGAIN, 6 * len(stored) // self.buffer_steps + 1)
             self._ready.append(TierSync(block_hashes=[], medium=None, again=True))
         if self._round is not None:
             part, self._round = self._round[-self._at_once :], self._round[: -self._at_once]
@@ -215,11 +215,15 @@ class Events:
             hashes.append(last)
         chunk = self._known.get(hashes[-1])
         if chunk is None:
-            said = self._said(hashes, before) | {"lora_id": None, "lora_name": None, "extra_keys": None}
-            chunk = self._known[hashes[-1]] = AnnouncedChunk(said, array("i", tokens))
+            fields = self._fields_of(hashes, before) | {
+                "lora_id": None,
+                "lora_name": None,
+                "extra_keys": None,
+            }
+            chunk = self._known[hashes[-1]] = AnnouncedChunk(fields, array("i", tokens))
         return chunk, hashes[-1]
 
-    def _said(self, hashes: Sequence[bytes], before: bytes | None) -> dict[str, Any]:
+    def _fields_of(self, hashes: Sequence[bytes], before: bytes | None) -> dict[str, Any]:
         """Return the fields of `BlockStored` for blocks with these hashes after block `before`."""
         return {
             "block_hashes": [compat.event_hash(h) for h in hashes],
@@ -232,12 +236,12 @@ class Events:
         begin, end = number * self.chunk_tokens, (number + 1) * self.chunk_tokens
         hashes, first = request.block_hashes, begin // size
         extra = compat.extra_keys(request, range(begin, end, size))
-        said = self._said(hashes[first : end // size], hashes[first - 1] if first else None) | {
+        fields = self._fields_of(hashes[first : end // size], hashes[first - 1] if first else None) | {
             "lora_id": None if lora is None else lora.adapter_id,
             "lora_name": None if lora is None else lora.lora_name,
             "extra_keys": extra,
         }
-        return AnnouncedChunk(said, array("i", request.all_token_ids[begin:end]))
+        return AnnouncedChunk(fields, array("i", request.all_token_ids[begin:end]))
 
     def _name(self, named: NamedChunks) -> None:
         for number, names in enumerate(named.names, named.first):
@@ -315,10 +319,12 @@ class Events:
                 self._ready.append(self._stored(chunk, tier))
             else:
                 chunk.tiers.remove(tier)
-                self._ready.append(BlockRemoved(block_hashes=chunk.said["block_hashes"], **self._where(tier)))
+                self._ready.append(
+                    BlockRemoved(block_hashes=chunk.fields["block_hashes"], **self._where(tier))
+                )
 
     def _stored(self, chunk: AnnouncedChunk, tier: str) -> KVCacheEvent:
-        return BlockStored(**chunk.said, token_ids=chunk.tokens.tolist(), **self._where(tier))
+        return BlockStored(**chunk.fields, token_ids=chunk.tokens.tolist(), **self._where(tier))
 
     def _where(self, tier: str) -> dict[str, Any]:
         config = self.tiers[tier]

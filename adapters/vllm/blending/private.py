@@ -25,21 +25,21 @@ class _Namer:
     Args:
         hasher: vLLM's hasher of a request's next blocks.
         first: index of the first private block.
-        told: set to which it adds each of its names, in the form that events use.
+        event_names: set to which it adds each of its names, in the form that events use.
         secret: key of its hashes.
         names: the private names so far.
     """
 
     hasher: Any
     first: int
-    told: set[Any]
+    event_names: set[Any]
     secret: bytes = field(default_factory=lambda: secrets.token_bytes(32))
     names: list[Any] = field(default_factory=list)
 
     def rename(self, name: bytes) -> Any:
         found: Any = hashlib.blake2b(name, key=self.secret, digest_size=min(len(name), 64)).digest()
         self.names.append(found)
-        self.told.add(compat.event_hash(found))
+        self.event_names.add(compat.event_hash(found))
         return found
 
     def __call__(self, request: Any) -> list[Any]:
@@ -62,7 +62,7 @@ class PrivateBlocks:
 
     manager: Any
     hash_tokens: int
-    _told: set[Any] = field(default_factory=set, init=False)
+    _event_names: set[Any] = field(default_factory=set, init=False)
 
     def __post_init__(self) -> None:
         compat.check_private_blocks(self.manager)
@@ -77,7 +77,7 @@ class PrivateBlocks:
         hasher = compat.block_hasher(request)
         if hasher is None or isinstance(hasher, _Namer):
             return
-        namer = _Namer(hasher, tokens // self.hash_tokens, self._told)
+        namer = _Namer(hasher, tokens // self.hash_tokens, self._event_names)
         compat.name_blocks(request, namer)
         hashes = request.block_hashes
         hashes[namer.first :] = [namer.rename(name) for name in hashes[namer.first :]]
@@ -90,13 +90,13 @@ class PrivateBlocks:
         for name in namer.names:
             compat.drop_block(self.manager, name)
         self._withhold_events()
-        self._told.difference_update(map(compat.event_hash, namer.names))
+        self._event_names.difference_update(map(compat.event_hash, namer.names))
 
     def _withhold_events(self) -> None:
         """Remove private blocks from vLLM's queue of events."""
         queue = compat.event_queue(self.manager)
-        if queue and self._told:
-            queue[:] = [event for event in queue if _without(event, self._told)]
+        if queue and self._event_names:
+            queue[:] = [event for event in queue if _without(event, self._event_names)]
 
 
 def _without(event: KVCacheEvent, private: set[Any]) -> bool:
@@ -109,8 +109,8 @@ def _without(event: KVCacheEvent, private: set[Any]) -> bool:
         if len(names) * event.block_size != len(event.token_ids):  # tokens cannot be assigned to blocks
             return False
         event.token_ids = event.token_ids[: len(kept) * event.block_size]  # private ones come last
-        for told in ("extra_keys", "lookahead_token_ids"):  # vLLM 0.32 lacks the latter
-            if getattr(event, told, None):
-                setattr(event, told, getattr(event, told)[: len(kept)])
+        for name in ("extra_keys", "lookahead_token_ids"):  # vLLM 0.32 lacks the latter
+            if getattr(event, name, None):
+                setattr(event, name, getattr(event, name)[: len(kept)])
     event.block_hashes = kept
     return bool(kept)

@@ -43,7 +43,7 @@ class BlendRequest:
         return zip(self.documents, self.joints or ((),) * len(self.documents), strict=True)
 
 
-class _Asked(BaseModel):
+class _BlendFields(BaseModel):
     """The fields of `kv_transfer_params.blend`."""
 
     model_config = ConfigDict(extra="forbid", strict=True, hide_input_in_errors=True)
@@ -95,22 +95,22 @@ def read(request: Any, settings: BlendSettings, marks: Marks | None = None) -> B
         ConfigError: the `blend` of the request is invalid, or the request cannot be blended.
     """
     params: Mapping[str, Any] = request.kv_transfer_params or {}
-    said = params.get("blend")
-    if said is False or (said is None and marks is None and not settings.split):
+    given = params.get("blend")
+    if given is False or (given is None and marks is None and not settings.split):
         return None
     obstacle = _obstacle(request, params)
-    if obstacle and said is None:
+    if obstacle and given is None:
         return None
     if obstacle:
         raise ConfigError(f"{WHERE}: not with {obstacle}")
-    if said is not None and not isinstance(said, dict):
-        choices = ", ".join(_Asked.model_fields)
-        raise ConfigError(f"{WHERE} = {said!r}: want false, or an object with {choices}")
+    if given is not None and not isinstance(given, dict):
+        choices = ", ".join(_BlendFields.model_fields)
+        raise ConfigError(f"{WHERE} = {given!r}: want false, or an object with {choices}")
     try:
-        asked = _Asked(**(said or {}))
+        fields = _BlendFields(**(given or {}))
     except ValidationError as error:
-        raise ConfigError(explain(error, _Asked, f"{WHERE}.")) from error
-    documents, prefix = _documents(request.prompt_token_ids, asked, settings, marks)
+        raise ConfigError(explain(error, _BlendFields, f"{WHERE}.")) from error
+    documents, prefix = _documents(request.prompt_token_ids, fields, settings, marks)
     if not documents:
         return None
     if len(documents) > settings.max_documents:
@@ -118,8 +118,8 @@ def read(request: Any, settings: BlendSettings, marks: Marks | None = None) -> B
             f"{WHERE}: {len(documents)} documents: want at most {SETTINGS}.blend.max_documents = "
             f"{settings.max_documents}"
         )
-    joints = tuple(map(tuple, asked.joints))
-    return BlendRequest(documents, prefix, _selection(asked, settings), joints)
+    joints = tuple(map(tuple, fields.joints))
+    return BlendRequest(documents, prefix, _selection(fields, settings), joints)
 
 
 def _obstacle(request: Any, params: Mapping[str, Any]) -> str:
@@ -142,48 +142,48 @@ def _obstacle(request: Any, params: Mapping[str, Any]) -> str:
 
 
 def _documents(
-    prompt: Sequence[int], asked: _Asked, settings: BlendSettings, marks: Marks | None
+    prompt: Sequence[int], fields: _BlendFields, settings: BlendSettings, marks: Marks | None
 ) -> tuple[tuple[tuple[int, int], ...], int]:
     """Return (start, stop) of each document, and the number of prefix tokens of each when computed."""
-    if asked.documents is None:
-        if asked.joints:
+    if fields.documents is None:
+        if fields.joints:
             raise ConfigError(f"{WHERE}.joints: want {WHERE}.documents with them")
         found = () if marks is None else tuple(marks.documents(prompt))
-        prefix = found[0][0] if found and asked.prefix is None else asked.prefix or 0
+        prefix = found[0][0] if found and fields.prefix is None else fields.prefix or 0
         if not found and settings.split:
             found = tuple(itertools.pairwise(split(prompt).tolist()))
         elif marks is None:
             raise ConfigError(f"{WHERE}.documents: want [[start, stop], ...]: {SETTINGS}.blend has no marks")
         return tuple(document for document in found if document[0] >= prefix), prefix
-    end = prefix = asked.prefix or 0
-    for document in asked.documents:
+    end = prefix = fields.prefix or 0
+    for document in fields.documents:
         if len(document) != 2 or not end <= document[0] < document[1] <= len(prompt):
             raise ConfigError(
                 f"{WHERE}.documents: {document}: want [start, stop] in order, apart, not empty, after the "
                 f"prefix of {prefix} and within {len(prompt)} tokens"
             )
         end = document[1]
-    if asked.joints and len(asked.joints) != len(asked.documents):
+    if fields.joints and len(fields.joints) != len(fields.documents):
         raise ConfigError(
-            f"{WHERE}.joints: {len(asked.joints)}, want one for each of {len(asked.documents)} documents"
+            f"{WHERE}.joints: {len(fields.joints)}, want one for each of {len(fields.documents)} documents"
         )
-    if sum(map(len, asked.joints)) > len(prompt):
+    if sum(map(len, fields.joints)) > len(prompt):
         raise ConfigError(f"{WHERE}.joints: want fewer tokens than the {len(prompt)} of the prompt")
-    return tuple((start, stop) for start, stop in asked.documents), prefix
+    return tuple((start, stop) for start, stop in fields.documents), prefix
 
 
-def _selection(asked: _Asked, settings: BlendSettings) -> Selection:
+def _selection(fields: _BlendFields, settings: BlendSettings) -> Selection:
     """Return the selection. With ratio 0 and no `first_n`, no token is computed again."""
-    ratio = settings.ratio if asked.ratio is None else asked.ratio
-    method = asked.method or settings.methods[0]
+    ratio = settings.ratio if fields.ratio is None else fields.ratio
+    method = fields.method or settings.methods[0]
     if method not in settings.methods:
         raise ConfigError(f"{WHERE}.method = {method!r}: want one of {', '.join(settings.methods)}")
     if ratio < settings.least_ratio:
         raise ConfigError(f"{WHERE}.ratio = {ratio}: want at least {settings.least_ratio}")
     selection = Selection(method, ratio, coverage=settings.coverage)
-    if asked.first_n is None and ratio:
+    if fields.first_n is None and ratio:
         return selection
-    return replace(selection, first_n=asked.first_n or 0)
+    return replace(selection, first_n=fields.first_n or 0)
 
 
 def _find(ids: bytes, wanted: bytes, start: int) -> int:

@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from itertools import count
 
-from kvkit.adapters.engine.lookup_request import LookupAnswer, LookupRequest
+from kvkit.adapters.engine.lookup_request import LookupAnswer, LookupRequest, Sequence
 from kvkit.adapters.vllm.blending.blend import Blend
 from kvkit.adapters.vllm.handoff.handoff_planner import handed_off_tokens
 from kvkit.adapters.vllm.planner import BlocksOf, Planner, Scheduled
@@ -69,8 +69,13 @@ class LookupPlanner(Planner):
         """
         lookup, chunks = state.lookup, -(-tokens // self._config.chunk_tokens)
         if lookup is None or lookup.chunks != chunks or self._engine.now() > lookup.answered_at + FRESH_S:
-            lookup = self._start(state, tokens, blend, inline)
-        return lookup if lookup is not None and self.is_answered(lookup) else None
+            sequence = self._engine.sequence(state.request, tokens)
+            if sequence is None:
+                state.no_external_kv = True
+                return None
+            lookup = state.lookup = PendingLookup(next(self._numbers), chunks)
+            self._start(state, lookup.number, sequence, blend, inline)
+        return lookup if self.is_answered(lookup) else None
 
     def is_answered(self, lookup: PendingLookup) -> bool:
         """Return whether every rank has answered."""
@@ -85,17 +90,13 @@ class LookupPlanner(Planner):
                 self._add_answer(state, answer)
 
     def _start(
-        self, state: RequestState, tokens: int, blend: Blend | None, inline: bool
-    ) -> PendingLookup | None:
-        request, transfer = state.request, state.remote_prefill
-        sequence = self._engine.sequence(request, tokens)
-        if sequence is None:
-            state.no_external_kv = True
-            return None
-        lookup = state.lookup = PendingLookup(next(self._numbers), -(-tokens // self._config.chunk_tokens))
-        lookup_request = LookupRequest(
-            request.request_id,
-            lookup.number,
+        self, state: RequestState, number: int, sequence: Sequence, blend: Blend | None, inline: bool
+    ) -> None:
+        """Look up `sequence` at once, or with the next step."""
+        transfer = state.remote_prefill
+        lookup = LookupRequest(
+            state.request_id,
+            number,
             sequence,
             state.computed,
             "" if transfer is None else transfer.transfer,
@@ -103,13 +104,12 @@ class LookupPlanner(Planner):
             policy=replace(state.policy, max_load_tokens=None),  # the sequence already ends at that limit
         )
         if blend is not None:
-            lookup_request = blend.with_documents(lookup_request, whole_sequence(self._engine, request))
-        answer = self._engine.lookup_inline(lookup_request) if inline else None
+            lookup = blend.with_documents(lookup, whole_sequence(self._engine, state.request))
+        answer = self._engine.lookup_inline(lookup) if inline else None
         if answer is None:
-            self._requested.append(lookup_request)
+            self._requested.append(lookup)
         else:
             self._add_answer(state, answer)
-        return lookup
 
     def _add_answer(self, state: RequestState, answer: LookupAnswer) -> None:
         """Note a rank's answer, unless it is to an earlier lookup."""
