@@ -40,16 +40,13 @@ from vllm.distributed.kv_events import (
 )
 from waiting import START_S, wait_for
 
-from kvkit.adapters.vllm.events import TiersCleared, TierSync
+from kvkit.adapters.vllm.events import TierBlocksStored, TiersCleared
 from kvkit.router.index import BlockIndex, KVEvent
 from kvkit.router.settings import read_router_config
 
 IDS = tuple(range(40))
 WHERE = {"medium": "CPU", "ownership": "memory"}
 COMPLETE = TiersCleared(complete=True)
-FORGOTTEN = TierSync(block_hashes=[], medium=None, complete=False)
-AGAIN = TierSync(block_hashes=[], medium=None, again=True)
-ALL = TierSync(block_hashes=[], medium=None, complete=True)
 
 
 def stored(first: int, last: int, tokens: tuple[int, ...] = IDS, **more: Any) -> BlockStored:
@@ -62,7 +59,7 @@ def stored(first: int, last: int, tokens: tuple[int, ...] = IDS, **more: Any) ->
         "lora_id": None,
         "lora_name": None,
     }
-    return BlockStored(**(given | WHERE | more))
+    return (TierBlocksStored if "resync" in more else BlockStored)(**(given | WHERE | more))
 
 
 def removed(*blocks: int, **more: Any) -> BlockRemoved:
@@ -135,23 +132,29 @@ def test_an_index_says_what_it_does_not_know(monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setattr("kvkit.router.index.MAX_INDEX_BYTES", index.size_bytes - 1)
     index.take(index_event(stored(0, 3, block_hashes=[1, 2, 3], tokens=IDS[::-1])))
     assert not index.says_all(IDS, 32)
-    assert not index_of(COMPLETE, FORGOTTEN).complete
+    assert not index_of(COMPLETE, stored(0, 4, resync=0, complete=False)).complete
 
 
-def test_who_has_heard_a_round_from_its_beginning_knows_all() -> None:
+def test_who_has_received_a_whole_round_knows_all() -> None:
+    def tier(resync: int, complete: bool = True) -> BlockStored:
+        return stored(0, 3, resync=resync, complete=complete)
+
     cleared = TiersCleared(complete=False)
     for events, complete in (
-        ([cleared, stored(0, 3), ALL], True),
-        ([stored(0, 3), ALL], False),
-        ([stored(0, 3), AGAIN, stored(0, 5)], False),
-        ([stored(0, 3), AGAIN, stored(0, 5), ALL], True),
-        ([AGAIN, stored(0, 5), ALL, FORGOTTEN], False),
-        ([AGAIN, ALL, AllBlocksCleared(), removed(0)], True),
+        ([cleared, tier(0, False), tier(1)], True),
+        ([tier(4)], False),
+        ([tier(4), tier(5)], False),
+        ([tier(4), tier(5), tier(6, False)], False),
+        ([tier(4), tier(5), tier(6)], True),
+        ([tier(4), tier(6)], True),
+        ([tier(4), tier(6), tier(6, False)], False),
+        ([tier(4), tier(6), AllBlocksCleared(), removed(0)], True),
+        ([tier(4), tier(6), stored(0, 3, **VLLM)], True),
     ):
         assert index_of(*events).complete == complete, events
-    index = index_of(AGAIN, stored(0, 5))
+    index = index_of(tier(4), tier(5))
     index.forget()
-    index.take(index_event(ALL))
+    index.take(index_event(tier(6)))
     assert not index.complete
 
 

@@ -25,7 +25,7 @@ from vllm.distributed.kv_events import AllBlocksCleared, BlockRemoved, BlockStor
 from vllm.v1.core.kv_cache_utils import maybe_convert_block_hash
 
 from kvkit.adapters.engine.changes import AT_ONCE, Changes
-from kvkit.adapters.vllm.events import Events, TiersCleared
+from kvkit.adapters.vllm.events import Events, TierBlocksStored, TiersCleared
 from kvkit.adapters.vllm.step import NamedChunks, WorkerReport
 from kvkit.tiers.settings import TierConfig
 
@@ -60,7 +60,10 @@ def test_a_chunk_is_told_with_its_blocks_when_all_ranks_have_it() -> None:
     assert events.take() == [], "one record of four in memory, three of four on disk"
     events.update_from_workers(change("disk", "1/1/1"))
     (event,) = events.take()
-    assert isinstance(event, BlockStored)
+    sent = msgspec.msgpack.encode(KVEventBatch(0.0, [event]))
+    (others,) = msgspec.msgpack.decode(sent, type=KVEventBatch).events
+    assert type(others) is BlockStored
+    assert (others.block_hashes, others.ownership) == (event.block_hashes, "disk"), "others read vLLM's event"
     assert event.block_hashes == list(map(maybe_convert_block_hash, request.block_hashes[2:4]))
     assert event.parent_block_hash == maybe_convert_block_hash(request.block_hashes[1])
     assert (event.token_ids, event.block_size, event.extra_keys) == (IDS[16:32], BLOCK, None)
@@ -99,7 +102,11 @@ def test_two_names_of_one_adapter_are_told_one_at_a_time() -> None:
         events.update_from_workers(named(0, name))
         events.update_from_workers(change("disk", "0/0/0", "0/1/0"))
     stored, removed, again = events.take()
-    assert [type(event) for event in (stored, removed, again)] == [BlockStored, BlockRemoved, BlockStored]
+    assert [type(event) for event in (stored, removed, again)] == [
+        TierBlocksStored,
+        BlockRemoved,
+        TierBlocksStored,
+    ]
     assert stored.block_hashes == removed.block_hashes != again.block_hashes
 
 
@@ -111,7 +118,7 @@ def test_ranks_whose_records_share_a_name_hold_them_apart() -> None:
     events.update_from_workers(change("memory", "equal", rank=0))
     assert events.take() == [], "the other rank lacks it"
     events.update_from_workers(change("memory", "equal", rank=1))
-    assert [type(event) for event in events.take()] == [BlockStored]
+    assert [type(event) for event in events.take()] == [TierBlocksStored]
     events.update_from_workers(change("memory", "equal", rank=0, held=False))
     assert [type(event) for event in events.take()] == [BlockRemoved]
     events.expect(request, 0, 1)
@@ -119,7 +126,7 @@ def test_ranks_whose_records_share_a_name_hold_them_apart() -> None:
     events.update_from_workers(change("memory", "equal", rank=1, held=False))
     events.update_from_workers(change("memory", "new", rank=0))
     events.update_from_workers(change("memory", "equal", rank=1))
-    assert [type(event) for event in events.take()] == [BlockStored], (
+    assert [type(event) for event in events.take()] == [TierBlocksStored], (
         "what one calls it now the other does not"
     )
 
@@ -132,7 +139,7 @@ def test_what_one_rank_puts_where_all_of_a_host_look_is_there_for_them() -> None
     events.update_from_workers(change("disk", "equal", rank=1))
     assert events.take() == [], "the other host's disk lacks it"
     events.update_from_workers(change("disk", "equal", rank=2))
-    assert [type(event) for event in events.take()] == [BlockStored]
+    assert [type(event) for event in events.take()] == [TierBlocksStored]
     events.update_from_workers(change("disk", "equal", rank=3, held=False))
     assert [type(event) for event in events.take()] == [BlockRemoved]
 

@@ -35,7 +35,7 @@ REPLACED = {
     "SHUNNED_S": "QUARANTINE_S",
     "Standing": "PendingAllocations",
     "Tally": "RequestStats",
-    "TiersTold": "TierSync",
+    "TiersTold": "TierBlocksStored",
     "ToldChunk": "AnnouncedChunk",
     "answer_now": "lookup_inline",
     "count_leading": "match_prefix",

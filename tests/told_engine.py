@@ -15,13 +15,13 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from vllm.distributed.kv_events import BlockRemoved, BlockStored, KVCacheEvent
+from vllm.distributed.kv_events import BlockRemoved, KVCacheEvent
 from vllm.v1.core.kv_cache_utils import maybe_convert_block_hash
 from vllm_rank import BLOCK, CHUNK, TABLE, Rank
 from waiting import wait_for
 
 from kvkit.adapters.engine.lookup_request import LookupRequest, Sequence
-from kvkit.adapters.vllm.events import Events, TiersCleared, TierSync
+from kvkit.adapters.vllm.events import Events, TierBlocksStored, TiersCleared
 from kvkit.adapters.vllm.step import LoadTask, SaveTask, WorkerReport
 from kvkit.adapters.vllm.tier_reports import TierReports
 from kvkit.tiers.settings import TierConfig
@@ -67,10 +67,9 @@ class Listener:
             if isinstance(event, TiersCleared):
                 self.held.clear()
                 self.complete = event.complete
-            elif isinstance(event, BlockStored):
+            elif isinstance(event, TierBlocksStored):
                 self.held |= {(str(event.ownership), block) for block in event.block_hashes}
-            elif isinstance(event, TierSync):
-                self.complete = self.complete if event.complete is None else event.complete
+                self.complete = event.complete
             elif isinstance(event, BlockRemoved):
                 gone = {(str(event.ownership), block) for block in event.block_hashes}
                 assert gone <= self.held, "what is removed was told as stored"

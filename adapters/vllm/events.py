@@ -38,8 +38,8 @@ KEPT = 1 << 16
 """Maximum number of records of chunks, and of held records: the oldest are dropped as if evicted."""
 EXPECTED = 1 << 14
 """Maximum number of chunks that some workers have not named yet; the oldest are dropped."""
-AGAIN = 32
-"""Minimum number of chunks that a step announces again in a round."""
+RESYNC_CHUNKS = 32
+"""Minimum number of chunks that a step of a round announces again."""
 
 
 # vLLM is not typed for mypy, which takes the keywords of msgspec's classes for errors
@@ -55,17 +55,17 @@ class TiersCleared(AllBlocksCleared, tag="AllBlocksCleared"):  # type: ignore[mi
     complete: bool
 
 
-class TierSync(BlockRemoved, tag="BlockRemoved", kw_only=True):  # type: ignore[misc,call-arg]
-    """Marks the state of the announcements about tiers. Removes no block.
+class TierBlocksStored(BlockStored, tag="BlockStored", kw_only=True):  # type: ignore[misc,call-arg]
+    """Announces the blocks of a chunk in a tier. Subscribers that do not know kvkit read vLLM's event.
 
     Attributes:
-        again: True if a round begins: all chunks that the tiers hold are announced again from here on.
-        complete: True if that was all, for subscribers that have received all events since the round's
-            beginning or `TiersCleared`; false: tiers may hold chunks that are not, or no longer, announced.
+        resync: number of the last round that began. All chunks that the tiers held when round n began are
+            announced again before round n + 1 begins.
+        complete: False if tiers may hold chunks that are announced in no round.
     """
 
-    again: bool = False
-    complete: bool | None = None
+    resync: int
+    complete: bool
 
 
 @dataclass(eq=False)
@@ -73,7 +73,7 @@ class AnnouncedChunk:
     """A chunk of tokens after a prefix.
 
     Attributes:
-        fields: fields of its `BlockStored` other than its place and its tokens.
+        fields: fields of its `BlockStored` that do not depend on the tier, without its tokens.
         tokens: its token ids, int32.
         names: names of its records, by rank.
         tiers: tiers that were announced to hold it.
@@ -109,8 +109,8 @@ class Events:
 
     def __post_init__(self) -> None:
         self._epoch, self._complete, self._lost = "", False, False
-        self._steps, self._at_once = 0, AGAIN
-        self._round: list[AnnouncedChunk] | None = None
+        self._resync, self._steps, self._per_step = 0, 0, RESYNC_CHUNKS
+        self._pending: list[AnnouncedChunk] = []  # what the round has yet to announce again
         self._listed: dict[tuple[int, bytes], tuple[AnnouncedChunk, bytes]] = {}  # with its last block's hash
         self._all_listed: set[int] = set()  # ranks
         self._known: WeakValueDictionary[bytes, AnnouncedChunk] = (
@@ -159,7 +159,7 @@ class Events:
         self._listed.clear()
         self._all_listed.clear()
         self._complete, self._lost = complete, False
-        self._steps, self._round = 0, None
+        self._steps, self._pending = 0, []
         self._ready = [TiersCleared(complete=complete)]
 
     def begin_epoch(self, epoch: str, complete: bool = True) -> None:
@@ -174,18 +174,12 @@ class Events:
     def take(self) -> list[KVCacheEvent]:
         """Take the events since the last call, and this step's part of a round."""
         self._steps += 1
-        if self._steps >= max(1, self.buffer_steps // 3):  # so that the publisher keeps a whole round
-            stored = {id(chunk): chunk for chunk in self._chunks.values() if chunk.tiers}
-            self._steps, self._round = 0, [*stored.values()]
-            self._at_once = max(AGAIN, 6 * len(stored) // self.buffer_steps + 1)
-            self._ready.append(TierSync(block_hashes=[], medium=None, again=True))
-        if self._round is not None:
-            part, self._round = self._round[-self._at_once :], self._round[: -self._at_once]
-            self._ready += [self._stored(chunk, tier) for chunk in part for tier in chunk.tiers]
-            if not self._round:
-                self._round = None
-                if self._complete:
-                    self._ready.append(TierSync(block_hashes=[], medium=None, complete=True))
+        if not self._pending and self._steps >= max(1, self.buffer_steps // 3):  # 3 rounds are kept
+            held = {id(chunk): chunk for chunk in self._chunks.values() if chunk.tiers}
+            self._resync, self._steps, self._pending = self._resync + 1, 0, [*held.values()]
+            self._per_step = max(RESYNC_CHUNKS, 6 * len(held) // self.buffer_steps + 1)
+        part, self._pending = self._pending[-self._per_step :], self._pending[: -self._per_step]
+        self._ready += [self._stored(chunk, tier) for chunk in part for tier in chunk.tiers]
         ready, self._ready = self._ready, []
         return ready
 
@@ -215,15 +209,11 @@ class Events:
             hashes.append(last)
         chunk = self._known.get(hashes[-1])
         if chunk is None:
-            fields = self._fields_of(hashes, before) | {
-                "lora_id": None,
-                "lora_name": None,
-                "extra_keys": None,
-            }
+            fields = self._fields(hashes, before) | {"lora_id": None, "lora_name": None, "extra_keys": None}
             chunk = self._known[hashes[-1]] = AnnouncedChunk(fields, array("i", tokens))
         return chunk, hashes[-1]
 
-    def _fields_of(self, hashes: Sequence[bytes], before: bytes | None) -> dict[str, Any]:
+    def _fields(self, hashes: Sequence[bytes], before: bytes | None) -> dict[str, Any]:
         """Return the fields of `BlockStored` for blocks with these hashes after block `before`."""
         return {
             "block_hashes": [compat.event_hash(h) for h in hashes],
@@ -236,7 +226,7 @@ class Events:
         begin, end = number * self.chunk_tokens, (number + 1) * self.chunk_tokens
         hashes, first = request.block_hashes, begin // size
         extra = compat.extra_keys(request, range(begin, end, size))
-        fields = self._fields_of(hashes[first : end // size], hashes[first - 1] if first else None) | {
+        fields = self._fields(hashes[first : end // size], hashes[first - 1] if first else None) | {
             "lora_id": None if lora is None else lora.adapter_id,
             "lora_name": None if lora is None else lora.lora_name,
             "extra_keys": extra,
@@ -258,7 +248,7 @@ class Events:
     def _bound(self) -> None:
         """Forget the oldest of too many chunks."""
         while len(self._chunks) > KEPT:
-            self._forget_some()
+            self._lost, self._complete = True, False
             self._unname(next(iter(self._chunks.values())))
 
     def _rename(self, chunk: AnnouncedChunk, rank: int, names: tuple[str, ...]) -> None:
@@ -286,7 +276,7 @@ class Events:
             self._held[key] = None
         changed = [] if known == held else [key]
         if len(self._held) > KEPT:
-            self._forget_some()
+            self._lost, self._complete = True, False
             changed.append(self._held.popitem(last=False)[0])
         for tier, (first, name) in changed:
             ranks = self.per_host if self.tiers[tier].common else 1
@@ -298,13 +288,6 @@ class Events:
         """Return a record's key in `_held`: by its rank, or by its host's first rank in a common tier."""
         rank, name = record
         return tier, (rank - rank % self.per_host if self.tiers[tier].common else rank, name)
-
-    def _forget_some(self) -> None:
-        """Announce, once, that announcements are no longer complete."""
-        self._lost = True
-        if self._complete:
-            self._complete = False
-            self._ready.append(TierSync(block_hashes=[], medium=None, complete=False))
 
     def _update(self, chunk: AnnouncedChunk) -> None:
         """Announce the tiers that began or ceased to hold a chunk."""
@@ -319,12 +302,17 @@ class Events:
                 self._ready.append(self._stored(chunk, tier))
             else:
                 chunk.tiers.remove(tier)
-                self._ready.append(
-                    BlockRemoved(block_hashes=chunk.fields["block_hashes"], **self._where(tier))
-                )
+                hashes = chunk.fields["block_hashes"]
+                self._ready.append(BlockRemoved(block_hashes=hashes, **self._where(tier)))
 
     def _stored(self, chunk: AnnouncedChunk, tier: str) -> KVCacheEvent:
-        return BlockStored(**chunk.fields, token_ids=chunk.tokens.tolist(), **self._where(tier))
+        return TierBlocksStored(
+            **chunk.fields,
+            **self._where(tier),
+            token_ids=chunk.tokens.tolist(),
+            resync=self._resync,
+            complete=self._complete,
+        )
 
     def _where(self, tier: str) -> dict[str, Any]:
         config = self.tiers[tier]

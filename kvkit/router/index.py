@@ -43,6 +43,9 @@ class StoredBlocks(msgspec.Struct, tag="BlockStored"):
 
     Attributes:
         extra_keys: extra keys of each block, not decoded: nested values could take much memory.
+        resync: kvkit's number of the last round that began; in each, the engine reports again all that its
+            tiers hold.
+        complete: as in `ClearedBlocks`, for subscribers that have received one whole round.
     """
 
     block_hashes: _Hashes
@@ -54,24 +57,17 @@ class StoredBlocks(msgspec.Struct, tag="BlockStored"):
     extra_keys: Annotated[list[msgspec.Raw], msgspec.Meta(max_length=MAX_EVENT_BLOCKS)] | None = None
     group_idx: int | None = None
     ownership: str | None = None
+    resync: int | None = None
+    complete: bool | None = None
 
 
 class RemovedBlocks(msgspec.Struct, tag="BlockRemoved"):
-    """vLLM's event of removed blocks, without unused fields.
-
-    With one of the last two fields it is an event of kvkit, and removes nothing.
-
-    Attributes:
-        again: whether the engine from here on reports all that its tiers hold, once more.
-        complete: as in `ClearedBlocks`, for subscribers that have received all of that report.
-    """
+    """vLLM's event of removed blocks, without unused fields."""
 
     block_hashes: _Hashes
     medium: str | None = None
     group_idx: int | None = None
     ownership: str | None = None
-    again: bool = False
-    complete: bool | None = None
 
 
 class ClearedBlocks(msgspec.Struct, tag="AllBlocksCleared"):
@@ -115,7 +111,8 @@ class BlockIndex:
     def forget(self) -> None:
         """Clear the index. Mutates."""
         self.complete = False
-        self._hears_all = False  # since the engine began a report of all that its tiers hold
+        self._first_round: int | None = None  # number of the first round, received in whole or in part
+        self._has_all = False  # a whole round was received, or all events since the tiers were empty
         self._blocks: dict[int, int] = {}  # by a digest of predecessor and tokens
         self._leaving: dict[int, int] = {}  # blocks that the sweep has yet to check
         self._own, self._tiers = _Held(), _Held()
@@ -184,9 +181,10 @@ class BlockIndex:
             self._own = _Held()
         else:
             self._tiers = _Held()
-            self.complete, self._hears_all = complete, True
+            self.complete, self._has_all = complete, True
 
     def _add(self, event: StoredBlocks) -> Iterator[int]:
+        self._note_round(event)
         size, count = event.block_size, _text_blocks(event)
         if len(event.block_hashes) * size != len(event.token_ids):
             return  # the event's blocks have gaps
@@ -200,7 +198,8 @@ class BlockIndex:
             held = self._tiers if event.ownership else self._own
             bit = self._bit(event, held)
             if bit is None:
-                self.complete = self._hears_all = False
+                self.complete = self._has_all = False
+                self._first_round = None
                 return
             for name, piece in zip(map(hash, blocks), _pieces(ids, size), strict=True):
                 self._blocks[hash((before, piece))] = name
@@ -208,6 +207,15 @@ class BlockIndex:
                 before = name
             self._sweep()
             yield max(len(blocks), len(ids) * _AT_ONCE // _TOKENS_AT_ONCE)
+
+    def _note_round(self, event: StoredBlocks) -> None:
+        """Note whether the index has all that the tiers hold."""
+        if event.resync is None or event.complete is None:
+            return
+        if self._first_round is None:
+            self._first_round = event.resync
+        self._has_all = self._has_all or event.resync > self._first_round + 1
+        self.complete = event.complete and self._has_all
 
     def _bit(self, event: StoredBlocks, held: _Held) -> int | None:
         """Return the bit for the place of an event's blocks; None: there is no room for them. Mutates."""
@@ -223,9 +231,6 @@ class BlockIndex:
         return held.bits.setdefault(place, 1 << len(held.bits))
 
     def _remove(self, event: RemovedBlocks) -> Iterator[int]:
-        self._hears_all = self._hears_all or event.again
-        if event.complete is not None:
-            self.complete = event.complete and (self.complete or self._hears_all)
         held = self._tiers if event.ownership else self._own
         bit = held.bits.get(hash((event.medium, event.ownership)), 0)
         for first in range(0, len(event.block_hashes), _AT_ONCE):
