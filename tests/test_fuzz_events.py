@@ -136,7 +136,8 @@ def _requests(raw: bytes, kind: openai.Kind, header: str | None) -> None:
         openai.prefill_body(asked, {}),
         openai.tokenize_body(asked),
     ):
-        assert not {"kv_transfer_params", "ec_transfer_params"} & body.keys()
+        assert "ec_transfer_params" not in body
+        assert body.get("kv_transfer_params", {}).keys() <= {"blend", "kv_cache"}
         json.dumps(body, ensure_ascii=False).encode()
 
 

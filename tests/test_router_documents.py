@@ -73,6 +73,10 @@ def where(body: Body, *texts: str) -> list[list[int]]:
     return spans
 
 
+def blending(blend: Any) -> Body:
+    return {"kv_transfer_params": {"blend": blend}}
+
+
 PLAIN = parts("Read this:", FIRST, SECOND, QUESTION)
 TEXT = f"Read this: {FIRST}, {SECOND} {QUESTION}"
 MARKED = TEXT.replace(FIRST, f"[[{FIRST}]]").replace(SECOND, f"[[{SECOND}]]")
@@ -137,27 +141,37 @@ def answered_prompt(request: Body) -> list[int]:
 @pytest.mark.parametrize(
     ("body", "blend"),
     [
-        (completion([7] * 50, blend={"documents": [[5, 30], [30, 50]], "prefix": 5, "ratio": 1}), None),
-        (completion("no mark", blend={"ratio": 0.5, "method": "first_n"}), None),
-        (completion("no mark", blend=True), {}),
-        (completion(MARKED, blend=False), False),
-        (chat("no mark", blend=False), False),
+        (chat("no mark", **blending({"documents": [[3, 30]], "joints": [[1]], "first_n": 2})), None),
+        (completion([7] * 50, **blending({"documents": [[5, 30], [30, 50]], "prefix": 5, "ratio": 1})), None),
+        (completion("no mark", **blending({"ratio": 0.5, "method": "first_n"})), None),
+        (completion("no mark", **blending({})), {}),
+        (completion(MARKED, **blending(False)), False),
+        (chat("no mark", **blending(False)), False),
         (parts(document("too short")), "nothing"),
         (chat("no mark"), "nothing"),
     ],
-    ids=["token ids", "wishes", "as the engine wants", "exact", "exact chat", "too short", "no mark"],
+    ids=[
+        "spans",
+        "token ids",
+        "wishes",
+        "as the engine wants",
+        "exact",
+        "exact chat",
+        "too short",
+        "no mark",
+    ],
 )
 def test_what_the_client_says_itself(start: Start, body: Body, blend: Any) -> None:
-    expected = body["blend"] if blend is None else blend
-    assert told(start, body) == (None if blend == "nothing" else {"blend": expected})
+    expected = body.get("kv_transfer_params") if blend is None else blending(blend)["kv_transfer_params"]
+    assert told(start, body) == (None if blend == "nothing" else expected)
 
 
 def test_a_document_is_behind_its_system_prompt(start: Start) -> None:
-    body = parts("Read this:", document(FIRST), QUESTION, blend={"prefix": "system"})
+    body = parts("Read this:", document(FIRST), QUESTION, **blending({"prefix": "system"}))
     before = render([*body["messages"][:1], {"role": "user", "content": ""}], generate=False)[:-1]
     plain = parts("Read this:", FIRST, QUESTION)
     assert told(start, body) == {"blend": {"documents": where(plain, FIRST), "prefix": len(before)}}
-    body = completion(MARKED, blend={"prefix": "Read"})
+    body = completion(MARKED, **blending({"prefix": "Read"}))
     spans = where(completion(TEXT), FIRST, SECOND)
     assert told(start, body) == {"blend": {"documents": spans, "prefix": len("Read")}}
 
@@ -172,32 +186,45 @@ def test_a_document_is_behind_its_system_prompt(start: Start) -> None:
         (parts("b]]", system="[[a"), r"messages\[0\].content: '\[\[' without"),
         (completion("[[a"), "prompt: "),
         (completion(["[[a]]", "b"]), "prompt: several texts with marks"),
-        (completion(["a", "b"], blend=True), "blend: want one prompt"),
+        (completion(["a", "b"], **blending({})), "blend: want one prompt"),
         (parts({"type": "document"}), r"content\[0\]: want the document's text, or the id"),
         (parts({"type": "document", "text": 7}), r"content\[0\]: want the document's text"),
         (parts({"type": "document", "id": "doc-1"}), r"content\[0\].id = 'doc-1': no text was posted"),
         (parts(*[document("x")] * 257), "257 documents, want at most 256"),
-        (chat("a", blend=3), "blend = 3: want true, false, or an object of ratio, method"),
-        (chat("a", blend={"ratios": 1}), "blend.ratios: unknown; want some of ratio, method"),
-        (chat("a", blend={"ratio": 0.01}), "blend.ratio = 0.01: want 0.05 to 1"),
-        (chat("a", blend={"ratio": True}), "blend.ratio = True: want 0.05 to 1"),
-        (chat("a", blend={"method": "k_deviation"}), "blend.method = 'k_deviation': want one of question_at"),
-        (chat("a", blend={"documents": [[0, 1]]}), "blend.documents: for a prompt of token ids"),
-        (chat("a", blend={"prefix": 3}), 'blend.prefix = 3: want "system" in a chat'),
+        (chat("a", **blending(3)), "blend = 3: want false, or an object with documents, joints"),
+        (chat("a", **blending({"ratios": 1})), "blend.ratios: unknown setting; did you mean 'ratio'"),
+        (chat("a", **blending({"ratio": 0.01})), "blend.ratio = 0.01: want at least 0.05"),
+        (chat("a", **blending({"ratio": True})), "blend.ratio = True: .*number"),
         (
-            completion("a", blend={"prefix": "b"}),
+            chat("a", **blending({"method": "k_deviation"})),
+            "blend.method = 'k_deviation': want one of question_at",
+        ),
+        (
+            chat("[[a]]", **blending({"documents": [[0, 1]]})),
+            "blend.documents: in tokens, but documents are mark",
+        ),
+        (chat("[[a]]", **blending({"prefix": 3})), "blend.prefix: in tokens, but documents are marked"),
+        (chat("a", **blending({"prefix": "a"})), "blend.prefix = 'a': want \"system\" in a chat"),
+        (chat("a", **blending({"documents": [[0, 1]] * 257})), "want .start, stop. in order, apart"),
+        (
+            chat("a", **blending({"documents": [[i, i + 1] for i in range(257)]})),
+            "257 documents, want at most",
+        ),
+        (chat("a", **blending({"documents": [[0, 2**64]]})), "blend.documents.0.1 = 18446744073709551616: "),
+        (
+            completion("a", **blending({"prefix": "b"})),
             "blend.prefix = 'b': want a text with which the prompt begins",
         ),
         *(
             (
-                completion([1] * 9, blend={"documents": spans}),
-                "blend.documents = .*: want .start, stop. of each",
+                completion([1] * 9, **blending({"documents": spans})),
+                "blend.documents",
             )
-            for spans in ([], 7, [1, 2], [[1]], [[1, 1]], [[2, 4], [3, 5]], [[0, 10]], [[-1, 3]], [[0, 1.5]])
+            for spans in (7, [1, 2], [[1]], [[1, 1]], [[2, 4], [3, 5]], [[0, 10]], [[-1, 3]], [[0, 1.5]])
         ),
         (
-            completion([1] * 9, blend={"documents": [[2, 4]], "prefix": 3}),
-            "prefix = 3: want a number of tokens, 0 to 2",
+            completion([1] * 9, **blending({"documents": [[2, 4]], "prefix": 3})),
+            "documents: .2, 4.: want .* after the prefix of 3 and within 9",
         ),
     ],
 )
@@ -210,7 +237,7 @@ def test_wrong_wishes(start: Start, body: Body, words: str) -> None:
     assert re.search(words, answer["error"]["message"])
 
 
-@pytest.mark.parametrize("body", [chat("a", blend=True), parts(document(FIRST))], ids=["blend", "part"])
+@pytest.mark.parametrize("body", [chat("a", **blending({})), parts(document(FIRST))], ids=["blend", "part"])
 def test_a_router_without_the_setting_refuses(start: Start, body: Body) -> None:
     engines = start(prefill=0)
     with Routed(**engines.settings()) as router:
@@ -221,14 +248,13 @@ def test_a_router_without_the_setting_refuses(start: Start, body: Body) -> None:
     assert (status, engines.order()) == (400, [("d0", completion(MARKED))])
 
 
-def test_what_was_blended_is_in_the_usage(start: Start) -> None:
+def test_what_was_blended_is_in_the_answer(start: Start) -> None:
     engines = start(prefill=0)
     tokens = {"exact": 1, "blended": 2, "recomputed": 3, "computed": 4}
     engines["d0"].set(params={"blend": tokens | {"secret": "no"}, "remote_host": "no"})
     with Routed(**engines.settings(), blend=BLEND) as router:
         _, answer = ask(router.url, CHAT, parts(document(FIRST)))
-    assert answer["usage"]["prompt_tokens_details"] == {"blend": tokens}
-    assert "kv_transfer_params" not in answer
+    assert answer["kv_transfer_params"] == {"blend": tokens}
 
 
 def test_what_is_blended_goes_straight_to_a_d(start: Start) -> None:
@@ -237,7 +263,7 @@ def test_what_is_blended_goes_straight_to_a_d(start: Start) -> None:
     with Routed(**engines.settings(), blend=BLEND) as router:
         assert text_of(ask(router.url, CHAT, parts(document(LONG)))[1]) == wanted(parts(LONG))
         assert engines.served() == ["d0"]
-        ask(router.url, CHAT, parts(document(LONG), blend=False))
+        ask(router.url, CHAT, parts(document(LONG), **blending(False)))
         assert [p["body"]["kv_transfer_params"]["blend"] for p in engines["p0"].seen()] == [False]
 
 
@@ -277,7 +303,7 @@ def test_documents_are_sought_where_they_are_held(start: Start) -> None:
     engines = start(prefill=0, decode=2)
     asked: dict[str, set[bytes]] = {"d0": set(), "d1": set()}
 
-    body = parts(document(FIRST), document(SECOND), QUESTION, blend={"prefix": "system"})
+    body = parts(document(FIRST), document(SECOND), QUESTION, **blending({"prefix": "system"}))
     prompt = bytes(render(parts(FIRST, SECOND, QUESTION)["messages"]))
     before = prompt[: prompt.index(FIRST.encode())]
 
@@ -323,7 +349,7 @@ def test_a_document_is_computed_ahead(start: Start, tmp_path: Path) -> None:
         assert ask(router.url, DOCUMENTS, posted)[1]["id"] == answer["id"]
 
         part = {"type": "document", "id": answer["id"]}
-        mine = {"cache_salt": "mine", "blend": {"prefix": "system"}}
+        mine = {"cache_salt": "mine", **blending({"prefix": "system"})}
         assert text_of(ask(router.url, CHAT, parts(part, QUESTION, **mine))[1]) == wanted(
             parts(FIRST, QUESTION)
         )
@@ -430,7 +456,9 @@ def test_documents_of_answered_prompts_are_computed_until_they_are_held(start: S
     (tmp_path / "token").write_text(TOKEN)
     (tmp_path / "token").chmod(0o600)
     cache = {"cache": d0.url, "token_file": str(tmp_path / "token")}
-    body = parts(document(FIRST), document(SECOND), QUESTION, blend={"prefix": "system"}, cache_salt="mine")
+    body = parts(
+        document(FIRST), document(SECOND), QUESTION, **blending({"prefix": "system"}), cache_salt="mine"
+    )
     before = render([*body["messages"][:1], {"role": "user", "content": ""}], generate=False)[:-1]
     wanted = {"prompt": [*before, *SECOND.encode()], "max_tokens": 1, "model": "toy", "cache_salt": "mine"}
     with Routed(**engines.settings(d0=cache), blend=BLEND | {"first_use": 1}) as router:
@@ -471,7 +499,9 @@ def test_first_uses_are_few_at_a_time_and_may_fail() -> None:
         uses = DocumentWarmer(compute, documents, metrics)
         for n in (2**31, *range(1, MAX_WAITING + 3)):
             spans = {"documents": [[10, 30], [30, 50], [50, 51]], "prefix": 5}
-            asked = ParsedRequest("completions", {"prompt": [7] * 10 + [n] * 20 + [1000] * 21}, blend=spans)
+            asked = ParsedRequest(
+                "completions", {"prompt": [7] * 10 + [n] * 20 + [1000] * 21}, params={"blend": spans}
+            )
             uses.offer(asked, None, {})
         workers = [asyncio.create_task(uses.run()) for _ in range(2)]
         while len(began) < 2 or not uses._waiting.empty():
@@ -510,7 +540,9 @@ def test_prompts_that_wait_for_first_use_have_a_limit_of_tokens(
         for first in (1, 11):
             for n in range(first, first + 4):
                 uses.offer(
-                    ParsedRequest("completions", {"prompt": [7] * 10 + [n] * 30}, blend=span), None, {}
+                    ParsedRequest("completions", {"prompt": [7] * 10 + [n] * 30}, params={"blend": span}),
+                    None,
+                    {},
                 )
             while len(began) < (2 if first == 1 else 4):
                 await asyncio.sleep(0)

@@ -9,7 +9,7 @@ import pytest
 
 pytest.importorskip("aiohttp")
 
-from kvkit.router.marks import DelimitedDocuments
+from kvkit.router.marks import MarkedDocuments
 from kvkit.router.openai import ParsedRequest
 from kvkit.router.tokens import BEFORE, NoTokens, Tokenizer
 from kvkit.tiers.testing.contract import DEADLINE_S
@@ -41,7 +41,7 @@ PROMPT = "behind" + "".join(TEXTS)
 
 
 def many_documents() -> ParsedRequest:
-    return ParsedRequest("completions", {"prompt": PROMPT}, blend={})
+    return ParsedRequest("completions", {"prompt": PROMPT}, params={"blend": {}})
 
 
 @pytest.mark.parametrize("behind", [None, "behind"])
@@ -50,7 +50,7 @@ def test_one_requests_documents_leave_room_for_others(behind: str | None) -> Non
         engine = SlowEngine()
         tokenizer = Tokenizer([engine], DEADLINE_S)  # type: ignore[list-item]
         placing = asyncio.create_task(
-            tokenizer.place(many_documents(), DelimitedDocuments(TEXTS, behind), {})
+            tokenizer.locate_documents(many_documents(), MarkedDocuments(TEXTS, behind), {})
         )
         most = 0
         while not placing.done():
@@ -65,8 +65,8 @@ def test_one_requests_documents_leave_room_for_others(behind: str | None) -> Non
         asked, ids = placing.result()
         assert most <= len(BEFORE)
         assert ids == tuple(PROMPT.encode())
-        assert isinstance(asked.blend, dict)
-        assert len(asked.blend["documents"]) == len(TEXTS)
+        blend = asked.params["blend"]
+        assert len(blend["documents"]) == len(TEXTS)
 
     asyncio.run(asyncio.wait_for(run(), DEADLINE_S))
 
@@ -90,7 +90,7 @@ def test_documents_that_take_too_long_are_not_blended() -> None:
     async def run() -> None:
         engine = SlowEngine()
         tokenizer = Tokenizer([engine], 0.05)  # type: ignore[list-item]
-        asked, ids = await tokenizer.place(many_documents(), DelimitedDocuments(TEXTS), {})
-        assert (asked.blend, ids) == (None, None)
+        asked, ids = await tokenizer.locate_documents(many_documents(), MarkedDocuments(TEXTS), {})
+        assert (asked.params, ids) == ({}, None)
 
     asyncio.run(asyncio.wait_for(run(), DEADLINE_S))

@@ -33,13 +33,14 @@ from kvkit.router.dispatch import Dispatcher, Failed, RoutedRequest
 from kvkit.router.documents import Documents, PostedDocument
 from kvkit.router.engines import PLAIN, CacheLookup, EngineFailed, Lookup, Refused, engines_of
 from kvkit.router.events import EventLookup, EventSubscriber
-from kvkit.router.marks import DelimitedDocuments, take_marks
+from kvkit.router.marks import extract_documents
 from kvkit.router.metrics import RouterMetrics
-from kvkit.router.openai import Kind, ParsedRequest
+from kvkit.router.openai import Kind
 from kvkit.router.settings import RouterConfig
 from kvkit.router.tokens import Headers, NoTokens, Tokenizer
 from kvkit.router.warmer import DocumentWarmer
 from kvkit.settings import ConfigError
+from kvkit.transfer import requests
 
 log = logging.getLogger(__name__)
 
@@ -140,13 +141,15 @@ class Router:
         """Answer a completion request, to the last byte."""
 
         async def complete(client: Client, headers: dict[str, str], data: bytes) -> web.StreamResponse:
-            asked = openai.take_request_policy(openai.parse(kind, data), self._config.requests)
-            asked, marked = self._take_marks(asked)
-            asked, ids = await self._tokenizer.place(asked, marked, headers)
+            parsed = openai.parse(kind, data)
+            openai.check_request_policy(parsed, self._config.requests)
+            text_of = partial(self._documents.text_of, asked=parsed)
+            asked, marked = extract_documents(parsed, self._config.blend, text_of)
+            asked, ids = await self._tokenizer.locate_documents(asked, marked, headers)
             session = openai.session_of(asked, request.headers.get(_SESSION_HEADER))
             routed = RoutedRequest(client, asked, headers[_REQUEST_HEADER], session, headers, ids)
             response = await self._dispatcher.answer(routed)
-            if self._first_uses and asked.kv_cache is None:
+            if self._first_uses and requests.FIELD not in asked.params:
                 self._first_use.offer(asked, ids, headers)
             return response
 
@@ -158,9 +161,6 @@ class Router:
             return response
         finally:
             self._metrics.answers.labels(str(status)).inc()
-
-    def _take_marks(self, asked: ParsedRequest) -> tuple[ParsedRequest, DelimitedDocuments]:
-        return take_marks(asked, self._config.blend, lambda name: self._documents.text_of(name, asked))
 
     async def _post_document(self, request: web.Request) -> web.StreamResponse:
         """Make an engine compute a posted document."""

@@ -284,7 +284,7 @@ class Dispatcher:
         body = openai.decode_body(routed.rest, params)
         reply = await self._reply(routed, decode, body, self._config.request_timeout_s)
         self._remember(routed, decode)
-        openai.show_blend(reply)
+        openai.hide_params(reply)
         return web.json_response(reply)
 
     async def _reply(self, routed: RoutedRequest, engine: Engine, body: Body, limit_s: float) -> Body:

@@ -8,10 +8,11 @@ import math
 import re
 import reprlib
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any, Literal
 
+from kvkit.blend.requests import FIELD as BLEND
 from kvkit.settings import ConfigError
 from kvkit.transfer import requests
 from kvkit.transfer.requests import RequestLimits
@@ -36,8 +37,11 @@ _OPENING_TOKENS = 256
 _DEFAULT_MAX_TOKENS = 16
 _EVENT_END = re.compile(rb"\r?\n\r?\n")
 _SURROGATE = re.compile(rb"\\u[dD][89a-fA-F]")
-_ROUTERS_OWN = ("kv_transfer_params", "ec_transfer_params")
+_PARAMS = "kv_transfer_params"
+_CONNECTOR_FIELDS = (_PARAMS, "ec_transfer_params")
 """Fields for vLLM's connectors: a client could use them to make engines fetch from any address."""
+_CLIENT_PARAMS = (BLEND, requests.FIELD)
+"""Fields of `kv_transfer_params` that clients may set."""
 _COUNTS = ("n", "best_of", "max_tokens", "max_completion_tokens", "min_tokens")
 _TYPES: dict[str, type] = {"stream": bool, "stream_options": dict, **dict.fromkeys(_COUNTS, int)}
 _PROMPTS: dict[Kind, tuple[str, ...]] = {"completions": ("prompt", "prompt_embeds"), "chat": ()}
@@ -70,16 +74,13 @@ class ParsedRequest:
     Attributes:
         body: JSON object; never mutated.
         token_ids: token ids that replace the prompt; None: the engine tokenizes what `body` holds.
-        blend: blend options for kvkit's connector in the engine, spans of documents included; False: sent to
-            state that there are no documents; None: nothing is sent.
-        kv_cache: request policy for that connector; None: nothing is sent.
+        params: the client's `kv_transfer_params`, passed to engines; documents marked in the text included.
     """
 
     kind: Kind
     body: Mapping[str, Any]
     token_ids: tuple[int, ...] | None = None
-    blend: Mapping[str, Any] | Literal[False] | None = None
-    kv_cache: Mapping[str, Any] | None = None
+    params: Mapping[str, Any] = field(default_factory=dict)
 
     @property
     def path(self) -> str:
@@ -131,7 +132,12 @@ class ParsedRequest:
     @property
     def blends(self) -> bool:
         """True if the prompt may be blended."""
-        return isinstance(self.blend, Mapping)
+        return isinstance(self.params.get(BLEND), Mapping)
+
+    def with_blend(self, blend: Body | None) -> ParsedRequest:
+        """Return the request with another `blend` object; None: without one."""
+        others = {name: value for name, value in self.params.items() if name != BLEND}
+        return replace(self, params=others if blend is None else others | {BLEND: blend})
 
     @property
     def max_tokens(self) -> int | None:
@@ -176,12 +182,7 @@ def parse(kind: Kind, raw: bytes) -> ParsedRequest:
     """Parse a request, and check the fields that routing depends on; the engine judges the rest.
     Raises BadRequest if it is not a JSON object, has too many values, or a field has the wrong type."""
     body = read_body(raw)
-    extra = body.get("vllm_xargs")
-    for name in _ROUTERS_OWN:
-        if body.get(name) is not None:
-            raise BadRequest(f"{name}: not for clients; leave it out")
-        if isinstance(extra, dict) and name in extra:
-            raise BadRequest(f"vllm_xargs.{name}: not for clients; leave it out")
+    params = _client_params(body)
     for name, wanted in _TYPES.items():
         value = body.get(name)
         if value is not None and type(value) is not wanted:
@@ -194,24 +195,37 @@ def parse(kind: Kind, raw: bytes) -> ParsedRequest:
             raise BadRequest(f"messages = {shown(messages)}: want a list of objects")
     elif body.get("prompt_embeds") is None and not isinstance(body.get("prompt"), str | list):
         raise BadRequest(f"prompt = {shown(body.get('prompt'))}: want a string or a list")
-    return ParsedRequest(kind, body)
+    return ParsedRequest(kind, body, params=params)
 
 
-def take_request_policy(asked: ParsedRequest, limits: RequestLimits | None) -> ParsedRequest:
-    """Return `asked` with its request policy moved from `body` to `kv_cache`.
-    Raises BadRequest if the policy is wrong or not allowed; without `limits` none is."""
-    said = asked.body.get(requests.FIELD)
-    if said is None:
-        return asked
+def _client_params(body: Body) -> Body:
+    """Take the client's `kv_transfer_params` out of `body`. Mutates it.
+    Raises BadRequest if a field is for the router to set."""
+    given = body.pop(_PARAMS, None) or {}
+    if not isinstance(given, dict):
+        raise BadRequest(f"{_PARAMS} = {shown(given)}: want an object of {', '.join(_CLIENT_PARAMS)}")
+    extra = body.get("vllm_xargs")
+    refused = [f"{_PARAMS}.{name}" for name in given if name not in _CLIENT_PARAMS]
+    for name in _CONNECTOR_FIELDS:
+        refused += [name] if body.get(name) is not None else []
+        refused += [f"vllm_xargs.{name}"] if isinstance(extra, dict) and name in extra else []
+    if refused:
+        raise BadRequest(f"{refused[0]:.80}: not for clients; leave it out")
+    return {name: value for name, value in given.items() if value is not None}
+
+
+def check_request_policy(asked: ParsedRequest, limits: RequestLimits | None) -> None:
+    """Raise BadRequest if the request's policy is wrong or not allowed; without `limits` none is."""
+    policy = asked.params.get(requests.FIELD)
+    if policy is None:
+        return
+    where = f"{_PARAMS}.{requests.FIELD}"
     if limits is None:
-        words = "this router accepts none; its settings have no table [requests]"
-        raise BadRequest(f"{requests.FIELD}: {words}")
+        raise BadRequest(f"{where}: this router accepts none; its settings have no table [requests]")
     try:
-        requests.read(said, limits, requests.FIELD, "requests")
+        requests.read(policy, limits, where, "requests")
     except ConfigError as error:
         raise BadRequest(str(error)) from error
-    body = {name: value for name, value in asked.body.items() if name != requests.FIELD}
-    return replace(asked, body=body, kv_cache=said)
 
 
 def session_of(asked: ParsedRequest, header: str | None) -> str:
@@ -242,9 +256,9 @@ def tokenize_body(asked: ParsedRequest) -> Body:
 
 def documents_of(asked: ParsedRequest, ids: Sequence[int]) -> Iterator[tuple[Sequence[int], int, int]]:
     """Yield (tokens before it, start, stop) of each document: those it was computed behind, and its span."""
-    told = asked.blend or {}
-    prefix, spans = ids[: told.get("prefix", 0)], told.get("documents", ())
-    joints = told.get("joints") or ((),) * len(spans)
+    blend = asked.params.get(BLEND) or {}
+    prefix, spans = ids[: blend.get("prefix") or 0], blend.get("documents") or ()
+    joints = blend.get("joints") or ((),) * len(spans)
     for (start, stop), joint in zip(spans, joints, strict=True):
         yield (*prefix, *joint), start, stop
 
@@ -271,18 +285,14 @@ def decode_body(asked: ParsedRequest, params: Mapping[str, Any] | None) -> Body:
 
 
 def _with_prompt(asked: ParsedRequest, body: Body, params: Mapping[str, Any] | None) -> Body:
-    given = dict(params or {})
-    if asked.blend is not None:
-        given["blend"] = asked.blend
-    if asked.kv_cache is not None:
-        given[requests.FIELD] = asked.kv_cache
+    given = {**(params or {}), **asked.params}
     if asked.token_ids is not None:
         if asked.kind == "completions":
             body["prompt"] = list(asked.token_ids)
         else:  # vLLM takes them in place of what it would render from the messages
             given["prompt_token_ids"] = list(asked.token_ids)
     if given:
-        body["kv_transfer_params"] = given
+        body[_PARAMS] = given
     return body
 
 
@@ -373,18 +383,12 @@ def read_hit(raw: bytes, name: str = "hit_tokens") -> int:
     return int(tokens)
 
 
-def show_blend(answer: Body) -> None:
-    """Replace `kv_transfer_params` with the token counts of blending, if there are any. Mutates.
-    The counts are put into `usage.prompt_tokens_details.blend`."""
-    said = answer.pop("kv_transfer_params", None)
-    blend = said.get("blend") if isinstance(said, dict) else None
-    if not isinstance(blend, dict) or not isinstance(answer.get("usage"), dict):
-        return
-    tokens = {name: n for name in BLEND_TOKENS if type(n := blend.get(name)) is int}
-    details = answer["usage"].get("prompt_tokens_details")
-    answer["usage"]["prompt_tokens_details"] = (details if isinstance(details, dict) else {}) | {
-        "blend": tokens
-    }
+def hide_params(answer: Body) -> None:
+    """Remove `kv_transfer_params`, except for the token counts of blending. Mutates."""
+    params = answer.pop(_PARAMS, None)
+    blend = params.get(BLEND) if isinstance(params, dict) else None
+    if isinstance(blend, dict):
+        answer[_PARAMS] = {BLEND: {name: n for name in BLEND_TOKENS if type(n := blend.get(name)) is int}}
 
 
 def aborted(event: Mapping[str, Any]) -> bool:

@@ -9,12 +9,12 @@ import logging
 import sys
 from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
 from typing import Any, Generic, TypeVar
 
+from kvkit.blend.requests import FIELD as BLEND
 from kvkit.router import openai
 from kvkit.router.engines import Engine, EngineFailed, Refused
-from kvkit.router.marks import DelimitedDocuments
+from kvkit.router.marks import MarkedDocuments
 from kvkit.router.openai import Body, ParsedRequest
 from kvkit.router.spans import BEFORE, TokenArray, common_end, common_start, find_spans, tokens_of
 
@@ -76,14 +76,14 @@ class Tokenizer:
 
     Args:
         engines: engines to ask.
-        timeout_s: timeout of each answer, and of all answers that one `place` needs.
+        timeout_s: timeout of each answer, and of all answers that one `locate_documents` needs.
     """
 
     def __init__(self, engines: Sequence[Engine], timeout_s: float) -> None:
         self._engines = engines
         self._timeout_s = timeout_s
         self._known = Recent[TokenArray](MAX_KEPT_BYTES, sys.getsizeof)
-        self._places = asyncio.Semaphore(_AT_ONCE)
+        self._requests = asyncio.Semaphore(_AT_ONCE)
 
     async def ids(self, body: Body, headers: Headers, timeout_s: float | None = None) -> tuple[int, ...]:
         """Return the token ids that `/tokenize` answers.
@@ -101,7 +101,7 @@ class Tokenizer:
         engine = min(up, key=lambda e: e.requests)
         limit_s = self._timeout_s if timeout_s is None else timeout_s
         try:
-            async with asyncio.timeout(limit_s), self._places:
+            async with asyncio.timeout(limit_s), self._requests:
                 return await engine.ask("POST", "/tokenize", body, headers, limit_s, openai.read_tokens)
         except EngineFailed as error:
             raise NoTokens(str(error)) from error
@@ -142,40 +142,41 @@ class Tokenizer:
         body = _beginning(asked, behind, text)
         return await self._shared(["joint", body, text], between, [body], headers)
 
-    async def place(
-        self, asked: ParsedRequest, marked: DelimitedDocuments, headers: Headers
+    async def locate_documents(
+        self, asked: ParsedRequest, marked: MarkedDocuments, headers: Headers
     ) -> tuple[ParsedRequest, tuple[int, ...] | None]:
-        """Return `asked` with its documents' spans, and the prompt's token ids; None: no engine was asked.
+        """Return `asked` with the spans of marked documents, and the prompt's ids; None: no engine was asked.
         The request is not blended if tokens are missing or none of its documents is found."""
-        blend = asked.blend
-        if not isinstance(blend, Mapping) or not (marked.texts or marked.behind is not None):
+        if not asked.blends or not (marked.texts or marked.prefix is not None):
             return asked, None
         try:
             async with asyncio.timeout(self._timeout_s):
                 ids, documents, before, known = await self._tokens_of(asked, marked, headers)
         except (NoTokens, Refused) as error:
             log.warning("not blended: /tokenize: %s", error)
-            return replace(asked, blend=None), None
+            return asked.with_blend(None), None
         except TimeoutError:
             log.warning("not blended: /tokenize: not all answers within %g s", self._timeout_s)
-            return replace(asked, blend=None), None
+            return asked.with_blend(None), None
         begins = ids[: len(before)] == tuple(before)
         first = len(before) if begins else 0
         found = zip(find_spans(ids, documents, first), known, strict=True)
         spans = {span: joint.tolist() for span, joint in found if span}
         log.info("%d of %d documents found in %d tokens", len(spans), len(documents), len(ids))
         if documents and not spans:
-            return replace(asked, blend=None), ids
-        told: Body = {"documents": list(map(list, spans))} if spans else {}
+            return asked.with_blend(None), ids
+        blend: Body = {**asked.params[BLEND], "prefix": first}
+        if spans:
+            blend["documents"] = list(map(list, spans))
         if begins and any(spans.values()):
-            told["joints"] = list(spans.values())
-        return replace(asked, blend={**blend, **told, "prefix": first}), ids
+            blend["joints"] = list(spans.values())
+        return asked.with_blend(blend), ids
 
     async def _tokens_of(
-        self, asked: ParsedRequest, marked: DelimitedDocuments, headers: Headers
+        self, asked: ParsedRequest, marked: MarkedDocuments, headers: Headers
     ) -> tuple[tuple[int, ...], list[TokenArray], TokenArray, list[TokenArray]]:
         """Return the tokens of a prompt, of its documents, of their prefix, and of their joints with it."""
-        model, texts, behind = asked.model, marked.texts, marked.behind
+        model, texts, behind = asked.model, marked.texts, marked.prefix
         before, joints = tokens_of(()), [tokens_of(())] * len(texts)
         ids = await self.ids(openai.tokenize_body(asked), headers)
         documents = [await self.document(model, text, headers) for text in texts]

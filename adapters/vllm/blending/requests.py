@@ -5,19 +5,17 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Annotated, Any
+from typing import Any
 
 import numpy as np
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from kvkit.adapters.vllm.settings import WHERE as SETTINGS
 from kvkit.adapters.vllm.settings import BlendSettings
+from kvkit.blend import requests
 from kvkit.blend.plan import Selection, split
+from kvkit.blend.requests import WHERE, BlendFields
 from kvkit.format.keys import as_tokens
-from kvkit.settings import ConfigError, explain
-
-WHERE = "kv_transfer_params.blend"
-_JointToken = Annotated[int, Field(ge=0, lt=2**31)]
+from kvkit.settings import ConfigError
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,18 +39,6 @@ class BlendRequest:
     def parts(self) -> Iterator[tuple[tuple[int, int], tuple[int, ...]]]:
         """Pairs of each document and its joint."""
         return zip(self.documents, self.joints or ((),) * len(self.documents), strict=True)
-
-
-class _BlendFields(BaseModel):
-    """The fields of `kv_transfer_params.blend`."""
-
-    model_config = ConfigDict(extra="forbid", strict=True, hide_input_in_errors=True)
-    documents: list[list[int]] | None = None
-    joints: list[list[_JointToken]] = []
-    prefix: int | None = Field(default=None, ge=0)
-    ratio: float | None = Field(default=None, ge=0, le=1)
-    method: str | None = None
-    first_n: int | None = Field(default=None, ge=0, lt=2**31)
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,13 +89,8 @@ def read(request: Any, settings: BlendSettings, marks: Marks | None = None) -> B
         return None
     if obstacle:
         raise ConfigError(f"{WHERE}: not with {obstacle}")
-    if given is not None and not isinstance(given, dict):
-        choices = ", ".join(_BlendFields.model_fields)
-        raise ConfigError(f"{WHERE} = {given!r}: want false, or an object with {choices}")
-    try:
-        fields = _BlendFields(**(given or {}))
-    except ValidationError as error:
-        raise ConfigError(explain(error, _BlendFields, f"{WHERE}.")) from error
+    fields = requests.read({} if given is None else given, settings.least_ratio, settings.methods)
+    requests.check_spans(fields, len(request.prompt_token_ids))
     documents, prefix = _documents(request.prompt_token_ids, fields, settings, marks)
     if not documents:
         return None
@@ -142,12 +123,10 @@ def _obstacle(request: Any, params: Mapping[str, Any]) -> str:
 
 
 def _documents(
-    prompt: Sequence[int], fields: _BlendFields, settings: BlendSettings, marks: Marks | None
+    prompt: Sequence[int], fields: BlendFields, settings: BlendSettings, marks: Marks | None
 ) -> tuple[tuple[tuple[int, int], ...], int]:
     """Return (start, stop) of each document, and the number of prefix tokens of each when computed."""
     if fields.documents is None:
-        if fields.joints:
-            raise ConfigError(f"{WHERE}.joints: want {WHERE}.documents with them")
         found = () if marks is None else tuple(marks.documents(prompt))
         prefix = found[0][0] if found and fields.prefix is None else fields.prefix or 0
         if not found and settings.split:
@@ -155,32 +134,13 @@ def _documents(
         elif marks is None:
             raise ConfigError(f"{WHERE}.documents: want [[start, stop], ...]: {SETTINGS}.blend has no marks")
         return tuple(document for document in found if document[0] >= prefix), prefix
-    end = prefix = fields.prefix or 0
-    for document in fields.documents:
-        if len(document) != 2 or not end <= document[0] < document[1] <= len(prompt):
-            raise ConfigError(
-                f"{WHERE}.documents: {document}: want [start, stop] in order, apart, not empty, after the "
-                f"prefix of {prefix} and within {len(prompt)} tokens"
-            )
-        end = document[1]
-    if fields.joints and len(fields.joints) != len(fields.documents):
-        raise ConfigError(
-            f"{WHERE}.joints: {len(fields.joints)}, want one for each of {len(fields.documents)} documents"
-        )
-    if sum(map(len, fields.joints)) > len(prompt):
-        raise ConfigError(f"{WHERE}.joints: want fewer tokens than the {len(prompt)} of the prompt")
-    return tuple((start, stop) for start, stop in fields.documents), prefix
+    return tuple((start, stop) for start, stop in fields.documents), fields.prefix or 0
 
 
-def _selection(fields: _BlendFields, settings: BlendSettings) -> Selection:
+def _selection(fields: BlendFields, settings: BlendSettings) -> Selection:
     """Return the selection. With ratio 0 and no `first_n`, no token is computed again."""
     ratio = settings.ratio if fields.ratio is None else fields.ratio
-    method = fields.method or settings.methods[0]
-    if method not in settings.methods:
-        raise ConfigError(f"{WHERE}.method = {method!r}: want one of {', '.join(settings.methods)}")
-    if ratio < settings.least_ratio:
-        raise ConfigError(f"{WHERE}.ratio = {ratio}: want at least {settings.least_ratio}")
-    selection = Selection(method, ratio, coverage=settings.coverage)
+    selection = Selection(fields.method or settings.methods[0], ratio, coverage=settings.coverage)
     if fields.first_n is None and ratio:
         return selection
     return replace(selection, first_n=fields.first_n or 0)
