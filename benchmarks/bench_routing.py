@@ -73,7 +73,7 @@ class RoutedNodes(Simulator):
             for parent, name in zip((None, *request.chunks), request.chunks, strict=False)
         }
         for number, node in enumerate(self._entry):
-            self._indexes[number].take(ClearedBlocks(complete=True))
+            self._indexes[number].apply(ClearedBlocks(complete=True))
             for tier, state in node.tiers.items():
                 state.entries = TellingEntries(
                     lambda name, held, number=number, tier=tier: self._tell(number, tier, name, held)
@@ -83,7 +83,7 @@ class RoutedNodes(Simulator):
         self._now = request.timestamp_ms / 1000
         while self._told and self._told[0][0] <= self._now:
             _, number, event = self._told.popleft()
-            self._indexes[number].take(event)
+            self._indexes[number].apply(event)
         plan = super().serve(request)
         number = int(self._sessions[request.session])
         self._ends[number].append(self._entry[number].free_at_s)

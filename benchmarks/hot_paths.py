@@ -75,9 +75,9 @@ def _route() -> Call:
     indexes = [BlockIndex() for _ in range(ENGINES)]
     for number, index in enumerate(indexes):
         held = BLOCKS * (number + 1) // ENGINES
-        index.take(ClearedBlocks(complete=True))
+        index.apply(ClearedBlocks(complete=True))
         ids = tokens[: held * BLOCK_TOKENS]
-        index.take(StoredBlocks(list(range(held)), None, ids, BLOCK_TOKENS, "CPU", ownership="memory"))
+        index.apply(StoredBlocks(list(range(held)), None, ids, BLOCK_TOKENS, "CPU", ownership="memory"))
 
     def route() -> None:
         held = [index.tokens(tokens, None, "", engine_cache=False) for index in indexes]

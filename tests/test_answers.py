@@ -82,7 +82,7 @@ def test_an_answer_is_the_same_wherever_its_engines_break_off(
     answer, found, request = Answer(asked), [], asked
     for engine, (count, tokens_per_event, ids) in enumerate([*breaks, (99, 1, True)]):
         for event in events_of(request, engine, tokens_per_event, ids)[:count]:
-            shown = answer.take(event)
+            shown = answer.advance(event)
             if shown is not None:
                 found.append(shown)
         if answer.finished:
@@ -105,10 +105,10 @@ def test_the_usage_is_that_of_the_clients_request(body: Body, count: int) -> Non
     asked = asked_for(body)
     answer = Answer(asked)
     for event in events_of(asked, 0, 1, True)[:count]:
-        answer.take(event)
+        answer.advance(event)
     if answer.finished:
         return
-    last = [answer.take(event) for event in events_of(answer.resume(), 1, 1, True)][-1]
+    last = [answer.advance(event) for event in events_of(answer.resume(), 1, 1, True)][-1]
     assert last is not None
     assert last["usage"] == events_of(asked, 0, 1, True)[-1]["usage"]
 
@@ -120,7 +120,7 @@ def test_the_engine_that_takes_over_gets_what_makes_text() -> None:
     for count in range(1, COUNT):
         answer = Answer(asked)
         for event in events_of(asked, 0, 1, True)[:count]:
-            answer.take(event)
+            answer.advance(event)
         request = answer.resume()
         whole = len(text_after([97, 98], count).encode())
         if whole == 0:
@@ -136,14 +136,14 @@ def test_what_made_no_text_may_come_out_differently() -> None:
     asked = asked_for({"prompt": "ab", "max_tokens": COUNT, "stream": True})
     answer = Answer(asked)
     (first, *_) = events_of(asked, 0, 1, True)[1:]  # it ends "é", of two tokens
-    answer.take(events_of(asked, 0, 1, True)[0])
-    answer.take(first)
+    answer.advance(events_of(asked, 0, 1, True)[0])
+    answer.advance(first)
     half: Body = {"choices": [{"index": 0, "text": "", "finish_reason": None, "token_ids": [0xE6]}]}
-    assert answer.take(half) is not None
+    assert answer.advance(half) is not None
     request = answer.resume()
     assert request.token_ids == (97, 98, 0xC3, 0xA9)
     other: Body = {"choices": [{"index": 0, "text": "x", "finish_reason": None, "token_ids": [120]}]}
-    shown = answer.take(other)
+    shown = answer.advance(other)
     assert shown is not None
     assert text_of(shown) == "x"
 
@@ -154,11 +154,11 @@ def test_an_answer_that_has_all_its_tokens_is_not_asked_to_go_on() -> None:
     made: Body = {"choices": [{"index": 0, "text": "x", "finish_reason": None, "token_ids": [120]}]}
     made["choices"][0]["prompt_token_ids"] = [97, 98]
     answer = Answer(asked)
-    answer.take(made)
+    answer.advance(made)
     assert answer.resume() == asked
-    assert answer.take(made) is None
+    assert answer.advance(made) is None
     last: Body = {"choices": [{"index": 0, "text": "", "finish_reason": "length", "token_ids": []}]}
-    assert answer.take(last) is not None
+    assert answer.advance(last) is not None
     assert answer.finished
 
 
@@ -166,20 +166,20 @@ def test_an_answer_cannot_shrink() -> None:
     asked = asked_for({"prompt": "ab", "max_tokens": COUNT, "stream": True, "seed": 1})
     answer = Answer(asked)
     for event in events_of(asked, 0, 1, True)[:12]:
-        answer.take(event)
+        answer.advance(event)
     short = ParsedRequest("completions", {**asked.body, "max_tokens": 6})
     events = events_of(short, 1, 1, False)
     assert answer.resume() == asked
-    assert [answer.take(event) for event in events[:5]] == [None] * 5
+    assert [answer.advance(event) for event in events[:5]] == [None] * 5
     with pytest.raises(CannotContinue, match="ends the answer before"):
-        answer.take(events[5])
+        answer.advance(events[5])
 
 
 def test_several_choices_have_ended_when_each_has_begun() -> None:
     """An engine may make one after the other, and fail between them."""
     answer = Answer(asked_for({"prompt": ["a", "b"], "n": 1, "stream": True}))
     for index, finished in ((0, False), (1, True)):
-        answer.take({"choices": [{"index": index, "text": "x", "finish_reason": "stop"}]})
+        answer.advance({"choices": [{"index": index, "text": "x", "finish_reason": "stop"}]})
         assert answer.finished is finished
 
 
@@ -188,7 +188,7 @@ def test_usage_that_comes_with_each_token_leaves_that_of_the_end_owed() -> None:
     asked = asked_for({"prompt": "ab", "max_tokens": 3, "stream": True, "stream_options": options})
     answer = Answer(asked)
     for event in events_of(asked, 0, 1, True)[:-1]:
-        answer.take(event | {"usage": {"prompt_tokens": 2, "completion_tokens": 1}})
+        answer.advance(event | {"usage": {"prompt_tokens": 2, "completion_tokens": 1}})
     owed = answer.last_event()
     assert owed is not None
     assert owed["usage"] == {"prompt_tokens": 2, "completion_tokens": 3, "total_tokens": 5}
@@ -198,7 +198,7 @@ def test_an_engine_that_fails_after_the_end_owes_the_usage() -> None:
     asked = asked_for({"prompt": "ab", "max_tokens": 3, "stream": True})
     answer = Answer(ParsedRequest("completions", {**asked.body, "stream_options": {"include_usage": True}}))
     for event in events_of(asked, 0, 1, True)[:-1]:
-        answer.take(event)
+        answer.advance(event)
     assert answer.finished
     owed = answer.last_event()
     assert owed is not None
@@ -219,7 +219,7 @@ def test_an_engine_that_fails_after_the_end_owes_the_usage() -> None:
 def test_what_cannot_change_its_engine(body: Body, event: Body) -> None:
     answer = Answer(asked_for(body | {"stream": True}))
     assert answer.resume().body == body | {"stream": True}  # nothing was sent yet
-    shown = answer.take({"id": "e0", **event, "kv_transfer_params": {"remote_host": "h"}})
+    shown = answer.advance({"id": "e0", **event, "kv_transfer_params": {"remote_host": "h"}})
     assert shown == {"id": "e0", **event}
     with pytest.raises(CannotContinue, match="several choices or tool calls"):
         answer.resume()
@@ -230,10 +230,10 @@ def test_another_answer_is_refused(fields: dict[str, Any]) -> None:
     asked = asked_for({"prompt": "ab", "max_tokens": COUNT, "stream": True, **fields})
     answer = Answer(asked)
     for event in events_of(asked, 0, 3, True)[:4]:
-        answer.take(event)
+        answer.advance(event)
     others = events_of(answer.resume(), 1, 3, True, other="another model")
     with pytest.raises(CannotContinue, match="another answer"):
-        list(map(answer.take, others))
+        list(map(answer.advance, others))
 
 
 def test_reasoning_is_followed_by_its_text() -> None:
@@ -243,10 +243,10 @@ def test_reasoning_is_followed_by_its_text() -> None:
     asked = asked_for({"messages": [], "stream": True})
     answer = Answer(asked)
     for event in (piece(role="assistant", content=""), piece(reasoning="let me"), piece(content="yes")):
-        answer.take(event)
+        answer.advance(event)
     assert answer.resume() == asked  # a parser in the middle of its work cannot be moved
     again = [piece(role="assistant", content=""), piece(reasoning="let "), piece(reasoning="me see")]
-    shown = [answer.take(event) for event in again]
+    shown = [answer.advance(event) for event in again]
     assert shown[:2] == [None, None]
     assert shown[2] is not None
     assert shown[2]["choices"][0]["delta"] == {"reasoning": " see"}

@@ -94,7 +94,7 @@ def _streams(raw: bytes, asked: ParsedRequest, cuts: list[int]) -> None:
                 if event.get("error") is not None:
                     break
                 openai.aborted(event)
-                shown = answer.take(event)
+                shown = answer.advance(event)
                 assert shown is None or isinstance(shown["choices"], list)
                 if shown is not None:
                     (again,) = EventParser().feed(openai.event_bytes(shown))

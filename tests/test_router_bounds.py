@@ -67,11 +67,11 @@ def test_an_index_grows_to_its_limit_and_says_so(name: str, monkeypatch: pytest.
     monkeypatch.setattr("kvkit.router.index.MAX_INDEX_BYTES", LIMIT_BYTES)
     count, make = GROWS[name]
     decoder, index = msgspec.msgpack.Decoder(KVEvent), BlockIndex()
-    index.take(ClearedBlocks(complete=True))
+    index.apply(ClearedBlocks(complete=True))
     tracemalloc.start()
     try:
         for number in range(count):
-            index.take(decoder.decode(msgspec.msgpack.encode(make(number))))
+            index.apply(decoder.decode(msgspec.msgpack.encode(make(number))))
         assert tracemalloc.get_traced_memory()[1] < 2 * LIMIT_BYTES
     finally:
         tracemalloc.stop()
@@ -84,9 +84,9 @@ def test_what_an_index_counts_is_what_it_takes() -> None:
     tracemalloc.start()
     try:
         for number in range(60):
-            index.take(decoder.decode(msgspec.msgpack.encode(blocks(number))))
+            index.apply(decoder.decode(msgspec.msgpack.encode(blocks(number))))
             if number % 2:
-                index.take(RemovedBlocks([*range(number << 10, (number << 10) + 1000)]))
+                index.apply(RemovedBlocks([*range(number << 10, (number << 10) + 1000)]))
         taken = tracemalloc.get_traced_memory()[0]
         assert taken <= index.size_bytes < 1.6 * taken
     finally:
@@ -99,14 +99,14 @@ def test_an_index_forgets_a_few_blocks_in_each_step(monkeypatch: pytest.MonkeyPa
     index, count = BlockIndex(), 20_000
     events = [msgspec.convert(stored(number), KVEvent) for number in range(count)]
     for event in events:
-        index.take(event)
-    index.take(RemovedBlocks([*range(count // 4, count)]))
-    left, steps = len(index._leaving), 0
+        index.apply(event)
+    index.apply(RemovedBlocks([*range(count // 4, count)]))
+    left, steps = len(index._sweeping), 0
     assert left > count // 2
-    while index._leaving:
-        index.take(RemovedBlocks([count]))
+    while index._sweeping:
+        index.apply(RemovedBlocks([count]))
         steps += 1
-        assert len(index._leaving) >= left - 100 * steps
+        assert len(index._sweeping) >= left - 100 * steps
         for number in (0, count // 8, count // 4 - 1, count // 4):
             tokens = events[number].token_ids
             assert index.tokens(tokens, None, "", engine_cache=True) == 8 * (number < count // 4)
@@ -133,7 +133,7 @@ def test_what_is_nested_in_extra_keys_is_not_unpacked() -> None:
     sent = msgspec.msgpack.encode(stored(0, extra_keys=[[[]] * MIB]))
     tracemalloc.start()
     try:
-        BlockIndex().take(msgspec.msgpack.decode(sent, type=KVEvent))
+        BlockIndex().apply(msgspec.msgpack.decode(sent, type=KVEvent))
         assert tracemalloc.get_traced_memory()[1] < MIB
     finally:
         tracemalloc.stop()
@@ -228,7 +228,7 @@ def test_requests_have_their_turns_while_a_batch_is_taken(
 ) -> None:
     async def follow() -> None:
         follower = Following(tmp_path).make_follower()
-        task = asyncio.create_task(follower._take(0, batch_of(*events)))
+        task = asyncio.create_task(follower._apply(0, batch_of(*events)))
         seen = 0
         while not task.done():
             await asyncio.sleep(0)

@@ -414,7 +414,9 @@ def test_documents_that_are_kept_take_no_more_than_their_limit(monkeypatch: pyte
         documents = Documents(Tokenizer([], 1.0), [], None, None, 1.0, None)
         for number in range(count):
             tokens = tokens_of([number] * 16)
-            await documents.keep(PostedDocument(None, f"{number}{salt}", tokens_of(()), tokens, None), None)
+            await documents.remember(
+                PostedDocument(None, f"{number}{salt}", tokens_of(()), tokens, None), None
+            )
 
     for salt, count in (("", 20_000), ("s" * 10_000, 1000)):
         tracemalloc.start()

@@ -70,7 +70,7 @@ def index_of(*events: KVCacheEvent) -> BlockIndex:
     """What is known of an engine that tells these, through vLLM's encoding."""
     index = BlockIndex()
     for event in msgspec.msgpack.decode(msgspec.msgpack.encode(list(events)), type=list[KVEvent]):
-        index.take(event)
+        index.apply(event)
     return index
 
 
@@ -113,7 +113,7 @@ def test_salts_adapters_and_vllms_own_cache_are_told_apart() -> None:
     assert found(index, "l", "s") == 8
     assert (found(index, "l"), found(index, None, "s"), found(index, "base")) == (0, 0, 16)
     assert found(index, engine_cache=True) == 24
-    index.take(index_event(AllBlocksCleared()))
+    index.apply(index_event(AllBlocksCleared()))
     assert found(index, engine_cache=True) == 16
     several = index_of(stored(0, 3, group_idx=0, **VLLM), stored(0, 1, group_idx=1, **VLLM))
     assert found(several, engine_cache=True) == 0, "each group of layers has blocks of its own"
@@ -126,12 +126,12 @@ def index_event(event: KVCacheEvent) -> KVEvent:
 
 def test_an_index_says_what_it_does_not_know(monkeypatch: pytest.MonkeyPatch) -> None:
     index = index_of(COMPLETE, stored(0, 4))
-    assert index.says_all(IDS, 32)
-    assert not index_of(TiersCleared(complete=False), stored(0, 4)).says_all(IDS, 32)
-    assert index_of(stored(0, 5)).says_all(IDS, 40), "there is no more to know"
+    assert index.holds_no_more(IDS, 32)
+    assert not index_of(TiersCleared(complete=False), stored(0, 4)).holds_no_more(IDS, 32)
+    assert index_of(stored(0, 5)).holds_no_more(IDS, 40), "there is no more to know"
     monkeypatch.setattr("kvkit.router.index.MAX_INDEX_BYTES", index.size_bytes - 1)
-    index.take(index_event(stored(0, 3, block_hashes=[1, 2, 3], tokens=IDS[::-1])))
-    assert not index.says_all(IDS, 32)
+    index.apply(index_event(stored(0, 3, block_hashes=[1, 2, 3], tokens=IDS[::-1])))
+    assert not index.holds_no_more(IDS, 32)
     assert not index_of(COMPLETE, stored(0, 4, resync=0, complete=False)).complete
 
 
@@ -154,7 +154,7 @@ def test_who_has_received_a_whole_round_knows_all() -> None:
         assert index_of(*events).complete == complete, events
     index = index_of(tier(4), tier(5))
     index.forget()
-    index.take(index_event(tier(6)))
+    index.apply(index_event(tier(6)))
     assert not index.complete
 
 
@@ -162,9 +162,9 @@ def test_what_is_gone_is_forgotten_and_may_come_back(monkeypatch: pytest.MonkeyP
     monkeypatch.setattr("kvkit.router.index._SPARE", 0)
     index = index_of(stored(0, 5), removed(0, 1))
     assert len(index._blocks) == 5
-    index.take(index_event(removed(3)))
+    index.apply(index_event(removed(3)))
     assert len(index._blocks) == 2
-    index.take(index_event(stored(0, 2)))
+    index.apply(index_event(stored(0, 2)))
     assert found(index) == 24
 
 

@@ -394,7 +394,7 @@ def test_a_watch_ends_when_a_request_fails_meanwhile(steps: int) -> None:
         settings = RouterConfig(decode={"d0": config}, health_interval_s=60.0)
         async with aiohttp.ClientSession() as session:
             engine = Engine("d0", "decode", config, settings, session)
-            watch = asyncio.create_task(engine.watch())
+            watch = asyncio.create_task(engine.monitor())
             while not engine._probed:
                 await asyncio.sleep(0)
             engine._suspected.set()

@@ -8,7 +8,7 @@ from typing import Any
 
 from kvkit.router.openai import Body, ParsedRequest
 
-_MADE_ANEW = (
+_RESTARTED = (
     *("stop", "echo", "seed", "tools", "logprobs", "presence_penalty", "frequency_penalty"),
     *("response_format", "structured_outputs", "repetition_detection"),
 )
@@ -25,7 +25,7 @@ class CannotContinue(RuntimeError):
 
 
 class Answer:
-    """Events of one streamed answer, from one or more engines. `take` and `resume` mutate it.
+    """Events of one streamed answer, from one or more engines. `advance` and `resume` mutate it.
 
     An engine that takes over gets the tokens so far as the end of its prompt. If it would then continue
     differently, it makes the answer again from the start; the client gets nothing until the new answer is
@@ -47,8 +47,8 @@ class Answer:
         self._ids: list[int] = []  # kept even if the client does not get them
         self._kept = 0
         self._prompt_ids: tuple[int, ...] = ()
-        self._whole: dict[str, int] = {}  # by field: last position at which tokens and text ended together
-        self._at: dict[str, int] = {}  # by field: the current engine's position in the answer
+        self._aligned: dict[str, int] = {}  # by field: last position at which tokens and text ended together
+        self._position: dict[str, int] = {}  # by field: the current engine's position in the answer
         self._given_tokens = 0  # of the answer, in the current engine's prompt
         self._identity: Body = {}
         self._usage_sent = False
@@ -57,7 +57,7 @@ class Answer:
         self._calls_tools = False
         self._ended: dict[int, bool] = {}  # by index, for several choices
 
-    def take(self, event: Mapping[str, Any]) -> Body | None:
+    def advance(self, event: Mapping[str, Any]) -> Body | None:
         """Take the current engine's next event, and return the client's version; None: nothing to send.
 
         Args:
@@ -84,16 +84,16 @@ class Answer:
             return shown
         choice = dict(shown["choices"][0])
         shown["choices"] = [choice]
-        self._take_prompt(shown, choice)
-        new = self._take_part(choice)
+        self._record_prompt(shown, choice)
+        new = self._advance_choice(choice)
         if choice.get("finish_reason") is not None:
-            if self._at.get(self._text, 0) < len(self._texts.get(self._text, b"")) // _CHAR_BYTES:
+            if self._position.get(self._text, 0) < len(self._texts.get(self._text, b"")) // _CHAR_BYTES:
                 raise CannotContinue("the engine that took over ends the answer before what the client has")
             self.finished = new = True
         return shown if new else None
 
     def resume(self) -> ParsedRequest:
-        """Return the request for another engine after the current one failed; `take` then gets its events.
+        """Return the request for another engine after the current one failed; `advance` then gets its events.
         Raises CannotContinue if the answer has several choices or tool calls."""
         if not self._begun:
             return self._asked
@@ -101,17 +101,17 @@ class Answer:
             raise CannotContinue("no other engine can continue an answer with several choices or tool calls")
         self.took_over = True
         ids = self._ids
-        whole = self._whole.get(_IDS, 0)
+        whole = self._aligned.get(_IDS, 0)
         longest = self._asked.max_tokens
         left = None if longest is None else longest - whole
-        if not self._goes_on or whole == 0 or (left is not None and left <= 0):
+        if not self._can_continue or whole == 0 or (left is not None and left <= 0):
             whole, left = 0, longest
         if not self._shows_ids:  # tokens that the client does not have may differ
             del ids[whole:]
         if whole == 0:
-            self._at, self._given_tokens = {}, 0
+            self._position, self._given_tokens = {}, 0
             return self._asked
-        self._at, self._given_tokens = dict(self._whole), whole
+        self._position, self._given_tokens = dict(self._aligned), whole
         body = dict(self._asked.body)
         if left is not None:
             given = [n for n in ("max_tokens", "max_completion_tokens") if body.get(n) is not None]
@@ -122,7 +122,7 @@ class Answer:
 
     def last_event(self) -> Body | None:
         """Return the usage event that the engine did not send before it failed; None: none is missing."""
-        if not self._asked.wants_usage or self._usage_sent or self.prompt_tokens is None:
+        if not self._asked.includes_usage or self._usage_sent or self.prompt_tokens is None:
             return None
         prompt, made = self.prompt_tokens, len(self._ids)
         kind = "text_completion" if self._asked.kind == "completions" else "chat.completion.chunk"
@@ -139,16 +139,16 @@ class Answer:
         return bool(self._asked.body.get("return_token_ids"))
 
     @property
-    def _goes_on(self) -> bool:
+    def _can_continue(self) -> bool:
         """True if an engine that gets the tokens so far continues as their engine would have."""
-        return self._plain and not any(self._asked.body.get(name) for name in _MADE_ANEW)
+        return self._plain and not any(self._asked.body.get(name) for name in _RESTARTED)
 
     def _count_choices(self, choices: Sequence[Mapping[str, Any]]) -> None:
         """Record which of several choices have ended."""
         self._ended |= {c.get("index") or 0: c.get("finish_reason") is not None for c in choices}
         self.finished = len(self._ended) == self._asked.most_choices and all(self._ended.values())
 
-    def _take_prompt(self, shown: Body, choice: Body) -> None:
+    def _record_prompt(self, shown: Body, choice: Body) -> None:
         """Record the prompt's tokens of the first event; remove them unless the client asked for them."""
         for holder in (shown, choice):
             ids = holder.get("prompt_token_ids")
@@ -158,41 +158,41 @@ class Answer:
             if not shows:
                 holder.pop("prompt_token_ids", None)
 
-    def _take_part(self, choice: Body) -> bool:
+    def _advance_choice(self, choice: Body) -> bool:
         """Record what is new in a choice, and remove the rest; return whether to send it. Mutates."""
-        part, others = choice, False
+        delta, others = choice, False
         names = {self._text} if isinstance(choice.get(self._text), str) else set()
         if self._asked.kind == "chat":
-            part = choice["delta"] = dict(choice.get("delta") or {})
+            delta = choice["delta"] = dict(choice.get("delta") or {})
             if self.took_over:
-                part.pop("role", None)
-            names = {name for name, value in part.items() if isinstance(value, str)} - {"role"}
-            others = any(value for name, value in part.items() if name not in names)
+                delta.pop("role", None)
+            names = {name for name, value in delta.items() if isinstance(value, str)} - {"role"}
+            others = any(value for name, value in delta.items() if name not in names)
             self._plain = self._plain and names <= {self._text}
-            self._calls_tools = self._calls_tools or bool(part.get("tool_calls"))
-        texts = {name: self._catch_up(name, part[name]) for name in names}
-        part |= texts
+            self._calls_tools = self._calls_tools or bool(delta.get("tool_calls"))
+        texts = {name: self._catch_up(name, delta[name]) for name in names}
+        delta |= texts
         ids, new_ids = choice.pop(_IDS, None), []
         if ids is None:
             self._plain = self._plain and not any(texts.values())  # the text's tokens are not known
         else:
             new_ids = self._catch_up(_IDS, ids)
             if len(ids) == 1 and texts.get(self._text):
-                self._whole = dict(self._at)
+                self._aligned = dict(self._position)
             if self._shows_ids:
                 choice[_IDS] = new_ids
         if self.took_over:
             return others or any(texts.values()) or bool(new_ids and self._shows_ids)
-        return part is choice or bool(part) or bool(new_ids and self._shows_ids)
+        return delta is choice or bool(delta) or bool(new_ids and self._shows_ids)
 
     def _catch_up(self, name: str, piece: Any) -> Any:
         """Record `piece`, and return its end that is new."""
-        start = self._at.get(name, 0)
+        start = self._position.get(name, 0)
         text = self._texts.setdefault(name, bytearray()) if isinstance(piece, str) else None
-        again: Any = self._ids[start : start + len(piece)] if text is None else _read(text, start, len(piece))
-        if piece[: len(again)] != again:
+        known: Any = self._ids[start : start + len(piece)] if text is None else _read(text, start, len(piece))
+        if piece[: len(known)] != known:
             raise CannotContinue("the engine that took over makes another answer than the client has")
-        new = piece[len(again) :]
+        new = piece[len(known) :]
         self._kept += len(new)
         if self._kept > MAX_KEPT:
             raise CannotContinue(f"the answer is longer than {MAX_KEPT} characters and tokens")
@@ -200,7 +200,7 @@ class Answer:
             self._ids += new
         else:
             text += new.encode(_UTF32, "surrogatepass")
-        self._at[name] = start + len(piece)
+        self._position[name] = start + len(piece)
         return new
 
 

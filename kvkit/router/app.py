@@ -65,7 +65,7 @@ class Router:
     def __init__(self, config: RouterConfig, lookup: Lookup | None = None) -> None:
         self._config = config
         self._lookup = lookup
-        self._first_uses = 0 if config.blend is None else config.blend.first_use
+        self._warmers = 0 if config.blend is None else config.blend.first_use
         self.busy = BusyConnections()
 
     def runner(self, close_s: float) -> web.AppRunner:
@@ -118,24 +118,24 @@ class Router:
             if lookup is None and caches is not None:
                 lookup = caches
                 checks = [caches.check(engine, config.health_timeout_s) for engine in engines]
-            followers = {e.name: EventSubscriber(e, config) for e in engines if e.config.events is not None}
-            if followers and self._lookup is None:
-                lookup = EventLookup(followers, caches)
+            subscribers = {e.name: EventSubscriber(e, config) for e in engines if e.config.events is not None}
+            if subscribers and self._lookup is None:
+                lookup = EventLookup(subscribers, caches)
             self._tokenizer = Tokenizer(decodes, config.prefill_timeout_s)
             limit_s = config.lookup_timeout_s
             self._documents = Documents(self._tokenizer, decodes, lookup, caches, limit_s, config.requests)
             self._dispatcher = Dispatcher(config, engines, self._tokenizer, self._metrics, lookup)
-            for doubt in config.doubts:
-                log.warning(doubt)
+            for warning in config.warnings:
+                log.warning(warning)
             await asyncio.gather(*(engine.probe() for engine in engines), *checks)
-            self._first_use = DocumentWarmer(self._compute_later, self._documents, self._metrics)
-            watches = [asyncio.create_task(engine.watch()) for engine in engines]
-            watches += [asyncio.create_task(follower.run()) for follower in followers.values()]
-            watches += [asyncio.create_task(self._first_use.run()) for _ in range(self._first_uses)]
+            self._warmer = DocumentWarmer(self._compute_later, self._documents, self._metrics)
+            tasks = [asyncio.create_task(engine.monitor()) for engine in engines]
+            tasks += [asyncio.create_task(subscriber.run()) for subscriber in subscribers.values()]
+            tasks += [asyncio.create_task(self._warmer.run()) for _ in range(self._warmers)]
             yield
-            for watch in watches:
-                watch.cancel()
-            await asyncio.gather(*watches, return_exceptions=True)
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
 
     async def _serve(self, kind: Kind, request: web.Request) -> web.StreamResponse:
         """Answer a completion request, to the last byte."""
@@ -149,8 +149,8 @@ class Router:
             session = openai.session_of(asked, request.headers.get(_SESSION_HEADER))
             routed = RoutedRequest(client, asked, headers[_REQUEST_HEADER], session, headers, ids)
             response = await self._dispatcher.answer(routed)
-            if self._first_uses and requests.FIELD not in asked.params:
-                self._first_use.offer(asked, ids, headers)
+            if self._warmers and requests.FIELD not in asked.params:
+                self._warmer.offer(asked, ids, headers)
             return response
 
         status = _CLIENT_LEFT
@@ -168,7 +168,7 @@ class Router:
         async def compute(client: Client, headers: dict[str, str], data: bytes) -> web.StreamResponse:
             document, seconds = await self._documents.read(data, headers)
             await self._compute(client, document, headers)
-            return web.json_response(await self._documents.keep(document, seconds))
+            return web.json_response(await self._documents.remember(document, seconds))
 
         return await self._answer(request, compute)
 
@@ -182,11 +182,11 @@ class Router:
         await self._compute(NullClient(), document, passed | {_REQUEST_HEADER: document.id})
 
     async def _get_document(self, request: web.Request) -> web.StreamResponse:
-        async def tell(*_: object) -> web.StreamResponse:
+        async def describe(*_: object) -> web.StreamResponse:
             document = self._documents.get(request.match_info["id"])
-            return web.json_response(await self._documents.tell(document))
+            return web.json_response(await self._documents.describe(document))
 
-        return await self._answer(request, tell)
+        return await self._answer(request, describe)
 
     async def _delete_document(self, request: web.Request) -> web.StreamResponse:
         async def forget(*_: object) -> web.StreamResponse:
@@ -208,8 +208,8 @@ class Router:
                         failure = error
                     else:
                         return web.json_response(found)
-            words = f"no decode engine answers: {failure or 'none is up'}"
-            raise Failed(503, words, None if failure is None else failure.answer)
+            message = f"no decode engine answers: {failure or 'none is up'}"
+            raise Failed(503, message, None if failure is None else failure.answer)
 
         return await self._answer(request, first)
 

@@ -23,12 +23,12 @@ class Client:
     """The client of one request, and the stream sent to it.
 
     Args:
-        patience_s: timeout of the client's request body, and of each send.
+        timeout_s: timeout of the client's request body, and of each send.
     """
 
-    def __init__(self, request: web.Request, patience_s: float) -> None:
+    def __init__(self, request: web.Request, timeout_s: float) -> None:
         self._request = request
-        self._patience_s = patience_s
+        self._timeout_s = timeout_s
         self._stream: web.StreamResponse | None = None
         self._ended = False
 
@@ -48,7 +48,7 @@ class Client:
         if encoding not in _ENCODINGS:
             raise openai.BadRequest(f"Content-Encoding: want one of {', '.join(_ENCODINGS)}", 415)
         try:
-            async with self._patience():
+            async with self._deadline():
                 return await self._request.read()
         except web.HTTPRequestEntityTooLarge as error:
             raise openai.BadRequest(f"the body is longer than {MAX_BODY_BYTES} bytes", 413) from error
@@ -57,7 +57,7 @@ class Client:
 
     async def send(self, data: bytes) -> web.StreamResponse:
         """Send events; the first begin the stream."""
-        async with self._patience():
+        async with self._deadline():
             if self._stream is None:
                 headers = {"Content-Type": "text/event-stream; charset=utf-8", "Cache-Control": "no-cache"}
                 self._stream = web.StreamResponse(headers=headers)
@@ -80,9 +80,9 @@ class Client:
         return await self.end(openai.event_bytes(error))
 
     @asynccontextmanager
-    async def _patience(self) -> AsyncIterator[None]:
+    async def _deadline(self) -> AsyncIterator[None]:
         try:
-            async with asyncio.timeout(self._patience_s):
+            async with asyncio.timeout(self._timeout_s):
                 yield
         except (TimeoutError, ConnectionError) as error:
             raise ClientDisconnected from error

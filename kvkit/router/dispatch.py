@@ -88,9 +88,9 @@ class RoutedRequest:
     def __post_init__(self) -> None:
         self.prompt_tokens = openai.estimated_tokens(self.asked)
         self.can_disaggregate = self.asked.can_disaggregate
-        self.begin()
+        self.restart()
 
-    def begin(self) -> None:
+    def restart(self) -> None:
         """Request the whole answer, because the client has none of it. Mutates."""
         self.answer, self.rest = Answer(self.asked), self.asked
 
@@ -136,7 +136,7 @@ class Dispatcher:
         """
         await self._look_up(routed)
         try:
-            response = await self._rounds(routed)
+            response = await self._attempts(routed)
         except (Failed, Refused):
             if routed.client.began:
                 self._metrics.takeovers.labels("failed").inc()
@@ -145,7 +145,7 @@ class Dispatcher:
             self._metrics.takeovers.labels("continued").inc()
         return response
 
-    async def _rounds(self, routed: RoutedRequest) -> web.StreamResponse:
+    async def _attempts(self, routed: RoutedRequest) -> web.StreamResponse:
         """Make one attempt after another, each without the engines that failed before."""
         failure: EngineFailed | None = None
         while True:
@@ -156,12 +156,12 @@ class Dispatcher:
                 failure = error
             log.warning("%s: %s", routed.id, failure)
             self._metrics.failures.labels(failure.engine.name, failure.cause).inc()
-            if decision.prefill and failure.cause == "error" and self._left(routed) == [failure.engine]:
+            if decision.prefill and failure.cause == "error" and self._remaining(routed) == [failure.engine]:
                 routed.can_disaggregate = False  # the handoff may be the cause: ask D again without it
             else:
                 routed.failed.add(failure.engine.name)
             if not routed.client.began:
-                routed.begin()
+                routed.restart()
             elif failure.engine.role == "decode":
                 if routed.answer.finished:
                     owed = routed.answer.last_event()
@@ -172,7 +172,7 @@ class Dispatcher:
                 except CannotContinue as error:
                     raise Failed(502, f"{failure}; {error}") from failure
 
-    def _left(self, routed: RoutedRequest, role: EngineRole = "decode") -> list[Engine]:
+    def _remaining(self, routed: RoutedRequest, role: EngineRole = "decode") -> list[Engine]:
         """Return the engines of a role that are up and have not failed this request."""
         engines = self._engines.values()
         return [e for e in engines if e.role == role and e.up and e.name not in routed.failed]
@@ -204,7 +204,7 @@ class Dispatcher:
 
     def _decide(self, routed: RoutedRequest, failure: EngineFailed | None) -> Decision:
         """Choose the engines of the next attempt. Raises Failed if no D is left."""
-        decodes = self._left(routed)
+        decodes = self._remaining(routed)
         if not decodes:
             raise Failed(
                 503 if failure is None else 502,
@@ -213,7 +213,7 @@ class Dispatcher:
             )
         decision = decide(
             routed.tokens,
-            [routed.candidate(engine) for engine in self._left(routed, "prefill")],
+            [routed.candidate(engine) for engine in self._remaining(routed, "prefill")],
             [routed.candidate(engine) for engine in decodes],
             session=routed.session,
             last=self._sessions.get(routed.session),
@@ -264,8 +264,8 @@ class Dispatcher:
         prefill.prefill = measured(prefill.prefill, tokens, _now() - start)
         given = reply.get("kv_transfer_params")
         if given and not isinstance(given, dict):
-            words = f"it answered kv_transfer_params = {given!r}, want an object"
-            raise EngineFailed(prefill, "error", words)
+            message = f"it answered kv_transfer_params = {given!r}, want an object"
+            raise EngineFailed(prefill, "error", message)
         if not given:
             log.warning(
                 "%s: prefill engine %s handed nothing off to %s, which computes the prompt again; %s",
@@ -310,7 +310,7 @@ class Dispatcher:
                     began = True
                     share.tokens = 0
                     self._remember(routed, decode)
-                    self._learn(routed, decode, params is not None, _now() - start)
+                    self._record_speed(routed, decode, params is not None, _now() - start)
                 deadline.reschedule(None)  # the client's time does not count against the engine
                 await _forward_event(routed, decode, event)
                 deadline.reschedule(_now() + self._config.idle_timeout_s)
@@ -318,7 +318,7 @@ class Dispatcher:
             raise EngineFailed(decode, "cut", "its stream ended before its answer did")
         return await routed.client.end()
 
-    def _learn(self, routed: RoutedRequest, decode: Engine, handed: bool, seconds: float) -> None:
+    def _record_speed(self, routed: RoutedRequest, decode: Engine, handed: bool, seconds: float) -> None:
         """Record D's speed, if the number of tokens new to it is known. Mutates `decode`."""
         self._metrics.seconds.labels("first_event").observe(seconds)
         if routed.held.get(decode.name) is None or routed.asked.blends:
@@ -354,7 +354,7 @@ async def _forward_event(routed: RoutedRequest, decode: Engine, event: Body) -> 
     if openai.aborted(event):
         raise EngineFailed(decode, "aborted", "it aborted the request")
     try:
-        shown = routed.answer.take(event)
+        shown = routed.answer.advance(event)
     except CannotContinue as departed:
         raise Failed(502, f"decode engine {decode.name}: {departed}") from departed
     if shown is not None:

@@ -180,20 +180,20 @@ class Documents:
         self._known.pop(name)
         return {"object": "document.deleted", "id": name, "deleted": True}
 
-    async def keep(self, document: PostedDocument, seconds: float | None) -> Body:
+    async def remember(self, document: PostedDocument, seconds: float | None) -> Body:
         """Remember a computed document; return the answer to POST. Mutates.
 
         Args:
             seconds: time to pin the document in tiers; None: no pin.
         """
         self._known.put(document.id, document)
-        told = await self.tell(document, STORED_S)
+        described = await self.describe(document, STORED_S)
         if seconds is not None and (pins := self._pins) is not None:
             pinned = await self._ask(document, lambda e: pins.pin(e, document.query(), seconds))
-            told["pinned"] = _most(pinned)
-        return told
+            described["pinned"] = _most(pinned)
+        return described
 
-    async def tell(self, document: PostedDocument, wait_s: float = 0.0) -> Body:
+    async def describe(self, document: PostedDocument, wait_s: float = 0.0) -> Body:
         """Return the answer to GET; engines wait up to `wait_s` for pending stores of the document."""
         held = await self._held(document, wait_s)
         return {
@@ -207,7 +207,7 @@ class Documents:
         }
 
     async def held(self, document: PostedDocument, wait_s: float = 0.0) -> int | None:
-        """Return the most tokens of a document that one engine holds; None: not known. Args as `tell`."""
+        """Return the most tokens of a document that one engine holds; None: not known. Args as `describe`."""
         return _most(await self._held(document, wait_s))
 
     async def _held(self, document: PostedDocument, wait_s: float) -> dict[str, int | None]:

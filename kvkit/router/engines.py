@@ -208,20 +208,20 @@ class Engine:
     async def _error(self, response: aiohttp.ClientResponse) -> EngineFailed | Refused:
         """Return the error for an answer with an HTTP status other than 200.
         An answer without JSON does not mean a wrong request, because it is not from vLLM."""
-        status, words = response.status, f"HTTP {response.status}"
+        status, message = response.status, f"HTTP {response.status}"
         try:
             raw = await read_body(response, MAX_ERROR_BYTES)
-            words += f": {_start(raw)}"
+            message += f": {_start(raw)}"
             answer = status, json.dumps(openai.read_object(raw)).encode()
         except ValueError as error:
-            return EngineFailed(self, "error", f"{words}: {error}")
+            return EngineFailed(self, "error", f"{message}: {error}")
         if not 400 <= status < 600:
-            return EngineFailed(self, "error", words)
+            return EngineFailed(self, "error", message)
         if status >= 500 or status in RETRIED:
-            return EngineFailed(self, "error", words, answer)
+            return EngineFailed(self, "error", message, answer)
         return Refused(*answer)
 
-    async def watch(self) -> None:
+    async def monitor(self) -> None:
         """Check the engine's health forever, and at once after a request could not get through. Mutates."""
         while True:
             self._suspected.clear()

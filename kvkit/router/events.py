@@ -75,7 +75,7 @@ class EventSubscriber:
         self._interval_s = config.health_interval_s
         self._timeout_s = config.lookup_timeout_s
         self._next = 0  # number of the next batch
-        self._taken: OrderedDict[int, int] = OrderedDict()  # digests of the last batches, by number
+        self._applied: OrderedDict[int, int] = OrderedDict()  # digests of the last batches, by number
 
     async def run(self) -> None:
         """Follow the engine's events forever."""
@@ -104,43 +104,43 @@ class EventSubscriber:
         if not self.current:
             return None
         held = self.index.tokens(query.tokens, query.model, query.salt, engine_cache=query.engine_cache)
-        return held, self.index.says_all(query.tokens, held)
+        return held, self.index.holds_no_more(query.tokens, held)
 
     async def _receive(self, number: int, batch: bytes) -> None:
-        if self._is_taken(number, batch) or (self.current and await self._take(number, batch)):
+        if self._is_applied(number, batch) or (self.current and await self._apply(number, batch)):
             return
         if self._engine.config.replay is not None:
             await self._catch_up()
         else:
             self._lose(number)
-            self.current = await self._take(number, batch)
+            self.current = await self._apply(number, batch)
 
-    def _is_taken(self, number: int, batch: bytes) -> bool:
-        return self._taken.get(number) == hash(batch)
+    def _is_applied(self, number: int, batch: bytes) -> bool:
+        return self._applied.get(number) == hash(batch)
 
-    async def _take(self, number: int, batch: bytes) -> bool:
+    async def _apply(self, number: int, batch: bytes) -> bool:
         """Apply a batch; return False if it does not follow the last one."""
         if number != self._next:
             return False
         try:
-            await self._note(batch)
+            await self._apply_events(batch)
         except (msgspec.MsgspecError, ValueError, RecursionError) as error:
             log.warning("cannot read KV events of engine %s: %s", self._engine.name, error)
             self.index.forget()
         self._next = number + 1
-        self._taken[number] = hash(batch)
-        if len(self._taken) > _REMEMBERED:
-            self._taken.popitem(last=False)
+        self._applied[number] = hash(batch)
+        if len(self._applied) > _REMEMBERED:
+            self._applied.popitem(last=False)
         return True
 
-    async def _note(self, batch: bytes) -> None:
+    async def _apply_events(self, batch: bytes) -> None:
         """Apply the events of a batch in steps, so that requests do not wait for all of them."""
-        noted = 0
+        applied = 0
         for raw in _batches.decode(batch).events:
             for blocks in chain((1,), self.index.steps(_events.decode(raw))):
-                noted += blocks
-                if noted >= _AT_ONCE:
-                    noted = 0
+                applied += blocks
+                if applied >= _AT_ONCE:
+                    applied = 0
                     await asyncio.sleep(0)
 
     async def _catch_up(self) -> None:
@@ -164,7 +164,7 @@ class EventSubscriber:
         self.index.forget()
         self.current = False
         self._next = number
-        self._taken.clear()
+        self._applied.clear()
 
     async def _replay(self, until: float) -> bool | None:
         """Apply the batches that the engine still has, from the last known one on.
@@ -173,7 +173,7 @@ class EventSubscriber:
             True: another replay is needed, because the engine was restarted, or was faster than this reader
             and left some out. False: the index is up to date. None: the replay did not end in time.
         """
-        first, same, moved = max(0, self._next - 1), not self._next, False
+        first, same, advanced = max(0, self._next - 1), not self._next, False
         with closing(_socket(zmq.DEALER)) as socket:
             socket.connect(self._engine.config.replay or "")
             await socket.send_multipart((b"", first.to_bytes(_NUMBER_BYTES, "big")))
@@ -181,19 +181,19 @@ class EventSubscriber:
                 frames = await socket.recv_multipart()
                 if len(frames) == 4 and len(frames[2]) == _NUMBER_BYTES:
                     number, batch = int.from_bytes(frames[2], "big"), frames[3]
-                    if not same and not self._is_taken(number, batch):
+                    if not same and not self._is_applied(number, batch):
                         log.info("engine %s was restarted, or lost KV events", self._engine.name)
                         self._forget(0)
                         return True
                     same = True
                     if frames[2] == _END:
                         return False
-                    if not self._is_taken(number, batch):
+                    if not self._is_applied(number, batch):
                         if number != self._next:
-                            if moved:
+                            if advanced:
                                 return True
                             self._lose(number)
-                        moved = await self._take(number, batch)
+                        advanced = await self._apply(number, batch)
                 if asyncio.get_running_loop().time() > until:
                     break
         return None
@@ -222,18 +222,18 @@ class EventLookup:
     """A `Lookup` in the engines' KV events; if these are incomplete, it asks the engine.
 
     Args:
-        followers: subscribers by engine name.
+        subscribers: subscribers by engine name.
         ask: lookup that asks the engine; None: engines cannot be asked.
     """
 
-    def __init__(self, followers: Mapping[str, EventSubscriber], ask: Lookup | None) -> None:
-        self._followers = followers
+    def __init__(self, subscribers: Mapping[str, EventSubscriber], ask: Lookup | None) -> None:
+        self._subscribers = subscribers
         self._ask = ask
 
     async def __call__(self, engine: Engine, query: LookupQuery) -> int | None:
-        follower = self._followers.get(engine.name)
-        told = None if follower is None else follower.tokens(query)
-        if told is not None and told[1] and not query.wait_s:
-            return told[0]
+        subscriber = self._subscribers.get(engine.name)
+        known = None if subscriber is None else subscriber.tokens(query)
+        if known is not None and known[1] and not query.wait_s:
+            return known[0]
         asked = None if self._ask is None else await self._ask(engine, query)
-        return max((n for n in (asked, told and told[0]) if n is not None), default=None)
+        return max((n for n in (asked, known and known[0]) if n is not None), default=None)

@@ -1,4 +1,4 @@
-"""Index of what one engine holds, from its KV events: the blocks, their predecessors and their places."""
+"""Index of what one engine holds, from its KV events: the blocks, their predecessors and their locations."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ MAX_INDEX_BYTES = 1 << 30
 MAX_EVENT_BLOCKS = 1 << 17
 MAX_EVENT_TOKENS = 1 << 21
 """Maximum number of tokens in one event; a larger event cannot be decoded."""
-MAX_PLACES = 16
-"""Maximum number of places (media and tiers) in vLLM's own cache, and likewise in kvkit's tiers."""
+MAX_LOCATIONS = 16
+"""Maximum number of locations (media and tiers) in vLLM's own cache, and likewise in kvkit's tiers."""
 MAX_BLOCK_SIZES = 4
 _MAX_BLOCK_TOKENS = 1 << 16
 _AT_ONCE = 1024
@@ -32,7 +32,7 @@ _SWEPT = 4 * _AT_ONCE
 _MAX_KEYS = 64
 _INT_BYTES = 48
 """Memory of a digest, besides its table."""
-_Before = int | tuple[str | None, str]
+_Parent = int | tuple[str | None, str]
 """Predecessor of a block: another block, or the adapter and cache salt if it begins a prompt."""
 _Hashes = Annotated[list[BlockHash], msgspec.Meta(max_length=MAX_EVENT_BLOCKS)]
 _texts = msgspec.msgpack.Decoder(Annotated[list[str], msgspec.Meta(max_length=_MAX_KEYS)] | None)
@@ -87,12 +87,12 @@ class _Held:
     """The blocks in vLLM's own cache, or in kvkit's tiers.
 
     Attributes:
-        places: places of each block, a bit for each medium and tier.
-        bits: bit of each place, by a digest of medium and tier.
+        locations: locations of each block, a bit for each medium and tier.
+        bits: bit of each location, by a digest of medium and tier.
     """
 
     def __init__(self) -> None:
-        self.places: dict[int, int] = {}
+        self.locations: dict[int, int] = {}
         self.bits: dict[int, int] = {}
 
 
@@ -114,8 +114,8 @@ class BlockIndex:
         self._first_round: int | None = None  # number of the first round, received in whole or in part
         self._has_all = False  # a whole round was received, or all events since the tiers were empty
         self._blocks: dict[int, int] = {}  # by a digest of predecessor and tokens
-        self._leaving: dict[int, int] = {}  # blocks that the sweep has yet to check
-        self._own, self._tiers = _Held(), _Held()
+        self._sweeping: dict[int, int] = {}  # blocks that the sweep has yet to check
+        self._engine, self._tiers = _Held(), _Held()
         self._sizes: set[int] = set()
         self._adapters: set[int] = set()
         self._whole = True  # one group of layers: a block in vLLM's own cache has all layers
@@ -123,12 +123,12 @@ class BlockIndex:
     @property
     def size_bytes(self) -> int:
         """Approximate memory of the index."""
-        named = self._blocks, self._leaving
-        tables = *named, self._own.places, self._tiers.places, self._adapters
+        named = self._blocks, self._sweeping
+        tables = *named, self._engine.locations, self._tiers.locations, self._adapters
         digests = sum(map(len, tables)) + sum(map(len, named))
         return sum(map(sys.getsizeof, tables)) + digests * _INT_BYTES
 
-    def take(self, event: KVEvent) -> None:
+    def apply(self, event: KVEvent) -> None:
         """Apply an event. Mutates. Raises as `steps`."""
         for _ in self.steps(event):
             pass
@@ -156,29 +156,29 @@ class BlockIndex:
             engine_cache: whether blocks in vLLM's own cache count.
         """
         ids, most = as_tokens(tokens), 0
-        tiers = self._tiers.places
-        own = self._own.places if engine_cache and self._whole else tiers
+        tiers = self._tiers.locations
+        own = self._engine.locations if engine_cache and self._whole else tiers
         for size in self._sizes:
-            before: _Before = (model if hash(model) in self._adapters else None, salt)
+            parent: _Parent = (model if hash(model) in self._adapters else None, salt)
             run = 0
-            for piece in _pieces(ids, size):
-                block = self._blocks.get(hash((before, piece)))
-                if block is None and self._leaving:
-                    block = self._leaving.get(hash((before, piece)))
+            for digest in _block_digests(ids, size):
+                block = self._blocks.get(hash((parent, digest)))
+                if block is None and self._sweeping:
+                    block = self._sweeping.get(hash((parent, digest)))
                 if block is None or not (block in tiers or block in own):
                     break
-                before, run = block, run + size
+                parent, run = block, run + size
             most = max(most, run)
         return most
 
-    def says_all(self, tokens: Sequence[int], held: int) -> bool:
+    def holds_no_more(self, tokens: Sequence[int], held: int) -> bool:
         """Return whether the engine can hold no more than `held` of `tokens`."""
         return self.complete or len(tokens) - held < min(self._sizes, default=0)
 
     def _clear(self, complete: bool | None) -> None:
         """Clear vLLM's cache, or the tiers if `complete` is given."""
         if complete is None:
-            self._own = _Held()
+            self._engine = _Held()
         else:
             self._tiers = _Held()
             self.complete, self._has_all = complete, True
@@ -188,23 +188,23 @@ class BlockIndex:
         size, count = event.block_size, _text_blocks(event)
         if len(event.block_hashes) * size != len(event.token_ids):
             return  # the event's blocks have gaps
-        before: _Before = (event.lora_name, _salt(event))
+        parent: _Parent = (event.lora_name, _salt(event))
         if event.parent_block_hash is not None:
-            before = hash(event.parent_block_hash)
+            parent = hash(event.parent_block_hash)
         step = max(1, min(_AT_ONCE, _TOKENS_AT_ONCE // size))
         for first in range(0, count, step):
             blocks = event.block_hashes[first : min(first + step, count)]
             ids = as_tokens(event.token_ids[first * size : (first + len(blocks)) * size])
-            held = self._tiers if event.ownership else self._own
+            held = self._tiers if event.ownership else self._engine
             bit = self._bit(event, held)
             if bit is None:
                 self.complete = self._has_all = False
                 self._first_round = None
                 return
-            for name, piece in zip(map(hash, blocks), _pieces(ids, size), strict=True):
-                self._blocks[hash((before, piece))] = name
-                held.places[name] = held.places.get(name, 0) | bit
-                before = name
+            for name, digest in zip(map(hash, blocks), _block_digests(ids, size), strict=True):
+                self._blocks[hash((parent, digest))] = name
+                held.locations[name] = held.locations.get(name, 0) | bit
+                parent = name
             self._sweep()
             yield max(len(blocks), len(ids) * _AT_ONCE // _TOKENS_AT_ONCE)
 
@@ -218,45 +218,45 @@ class BlockIndex:
         self.complete = event.complete and self._has_all
 
     def _bit(self, event: StoredBlocks, held: _Held) -> int | None:
-        """Return the bit for the place of an event's blocks; None: there is no room for them. Mutates."""
-        place = hash((event.medium, event.ownership))
+        """Return the bit for the location of an event's blocks; None: there is no room for them. Mutates."""
+        location = hash((event.medium, event.ownership))
         known = event.block_size in self._sizes or len(self._sizes) < MAX_BLOCK_SIZES
-        if not known or (place not in held.bits and len(held.bits) == MAX_PLACES):
+        if not known or (location not in held.bits and len(held.bits) == MAX_LOCATIONS):
             return None
         if self.size_bytes > MAX_INDEX_BYTES:
             return None
         self._sizes.add(event.block_size)
         if event.lora_name is not None:
             self._adapters.add(hash(event.lora_name))
-        return held.bits.setdefault(place, 1 << len(held.bits))
+        return held.bits.setdefault(location, 1 << len(held.bits))
 
     def _remove(self, event: RemovedBlocks) -> Iterator[int]:
-        held = self._tiers if event.ownership else self._own
+        held = self._tiers if event.ownership else self._engine
         bit = held.bits.get(hash((event.medium, event.ownership)), 0)
         for first in range(0, len(event.block_hashes), _AT_ONCE):
             blocks = event.block_hashes[first : first + _AT_ONCE]
             for name in map(hash, blocks):
-                if left := held.places.pop(name, 0) & ~bit:
-                    held.places[name] = left
+                if left := held.locations.pop(name, 0) & ~bit:
+                    held.locations[name] = left
             self._sweep()
             yield len(blocks)
 
     def _sweep(self) -> None:
         """Forget blocks that are held nowhere, once there are many, a few in each step."""
-        own, tiers = self._own.places, self._tiers.places
-        if not self._leaving:
+        own, tiers = self._engine.locations, self._tiers.locations
+        if not self._sweeping:
             if len(self._blocks) <= 2 * (len(own) + len(tiers)) + _SPARE:
                 return
-            self._leaving, self._blocks = self._blocks, {}
-        for _ in range(min(len(self._leaving), _SWEPT)):
-            key, name = self._leaving.popitem()
+            self._sweeping, self._blocks = self._blocks, {}
+        for _ in range(min(len(self._sweeping), _SWEPT)):
+            key, name = self._sweeping.popitem()
             if name in own or name in tiers:
                 self._blocks.setdefault(key, name)
-        if not self._leaving:
-            self._leaving = {}  # a new dict, to release its memory
+        if not self._sweeping:
+            self._sweeping = {}  # a new dict, to release its memory
 
 
-def _pieces(ids: NDArray[np.int32], size: int) -> Iterator[int]:
+def _block_digests(ids: NDArray[np.int32], size: int) -> Iterator[int]:
     """Yield a digest of the tokens of each whole block."""
     for stop in range(size, len(ids) + 1, size):
         yield xxh3_64_intdigest(ids[stop - size : stop].tobytes())

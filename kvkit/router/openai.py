@@ -149,7 +149,7 @@ class ParsedRequest:
         return given if longest is None else longest
 
     @property
-    def wants_usage(self) -> bool:
+    def includes_usage(self) -> bool:
         return bool((self.body.get("stream_options") or {}).get("include_usage"))
 
     @property
@@ -233,8 +233,8 @@ def session_of(asked: ParsedRequest, header: str | None) -> str:
     It is a digest of the header, `session_id` or `user`; without these, of how the prompt begins."""
     named = (header, asked.body.get("session_id"), asked.body.get("user"))
     name = next((given for given in named if isinstance(given, str) and given), None)
-    said = f"opening {_opening(asked)}" if name is None else f"named {name}"
-    return hashlib.blake2b(said.encode(errors="backslashreplace"), digest_size=16).hexdigest()
+    key = f"opening {_opening(asked)}" if name is None else f"named {name}"
+    return hashlib.blake2b(key.encode(errors="backslashreplace"), digest_size=16).hexdigest()
 
 
 def estimated_tokens(asked: ParsedRequest) -> int:
@@ -416,11 +416,11 @@ def error_body(status: int, message: str) -> Body:
     return {"error": {"message": message, "type": kind, "param": None, "code": status}}
 
 
-def _check_choices(asked: ParsedRequest, answer: Body, part: str) -> None:
+def _check_choices(asked: ParsedRequest, answer: Body, field_name: str) -> None:
     """Check the fields of an answer, or of an event, that are read here and in `answers`.
 
     Args:
-        part: field of a choice that holds the message in a chat.
+        field_name: field of a choice that holds the message in a chat.
 
     Raises:
         ValueError: a field is missing or has a wrong type or value; the message names it.
@@ -435,8 +435,8 @@ def _check_choices(asked: ParsedRequest, answer: Body, part: str) -> None:
     _want(answer, "usage", dict)
     for name in ("prompt_tokens", "completion_tokens", "total_tokens"):
         _want(answer.get("usage") or {}, name, int)
-    parts = [choice[part] for choice in choices if isinstance(choice.get(part), dict)]
-    for holder in (answer, *choices, *parts):
+    holders = [choice[field_name] for choice in choices if isinstance(choice.get(field_name), dict)]
+    for holder in (answer, *choices, *holders):
         for name in ("prompt_token_ids", "token_ids"):
             ids = _want(holder, name, list)
             if ids and not _are_token_ids(ids):
@@ -446,12 +446,12 @@ def _check_choices(asked: ParsedRequest, answer: Body, part: str) -> None:
         if (_want(choice, "index", int) or 0) >= asked.most_choices:
             raise ValueError(f"index = {choice['index']}: want less than {asked.most_choices}")
         if asked.kind == "chat":
-            said = _want(choice, part, dict)
+            message = _want(choice, field_name, dict)
             for name, kind in (("role", str), ("content", str), ("tool_calls", list)):
-                _want(said or {}, name, kind)
+                _want(message or {}, name, kind)
         else:
-            said = _want(choice, "text", str)
-        if said is None and part == "message":
+            message = _want(choice, "text", str)
+        if message is None and field_name == "message":
             raise ValueError(f"a choice has no content: {shown(choice)}")
 
 

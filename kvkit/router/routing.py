@@ -163,12 +163,12 @@ def choose_decode(
     least = min(d.requests for d in decodes)
     even = [d for d in decodes if d.requests - least <= limits.spread]
     best = max(even, key=lambda d: (d.held_tokens or 0, -d.requests, _rank(session, d.name)))
-    before = next((d for d in even if d.name == last), None)
-    if before is None:
+    previous = next((d for d in even if d.name == last), None)
+    if previous is None:
         return best
-    known = before.held_tokens is not None and best.held_tokens is not None
-    moves = known and (best.held_tokens or 0) - (before.held_tokens or 0) > limits.direct_tokens
-    return best if moves else before
+    known = previous.held_tokens is not None and best.held_tokens is not None
+    moves = known and (best.held_tokens or 0) - (previous.held_tokens or 0) > limits.direct_tokens
+    return best if moves else previous
 
 
 def choose_prefill(prefills: Sequence[Candidate], prompt_tokens: int, *, session: str) -> Candidate:

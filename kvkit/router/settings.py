@@ -101,14 +101,14 @@ class EngineConfig(BaseModel):
         return [
             (
                 f"{name}/{rank}",
-                self.model_copy(update={n: _moved(getattr(self, n), rank * by) for n, by in apart.items()}),
+                self.model_copy(update={n: _shifted(getattr(self, n), rank * by) for n, by in apart.items()}),
                 rank,
             )
             for rank in range(self.data_parallel)
         ]
 
 
-def _moved(address: str | None, ports: int) -> str | None:
+def _shifted(address: str | None, ports: int) -> str | None:
     """Return `address` with its port raised by `ports`."""
     if address is None or not ports:
         return address
@@ -199,7 +199,7 @@ class RouterConfig(RoutingLimits):
         return self
 
     @property
-    def doubts(self) -> list[str]:
+    def warnings(self) -> list[str]:
         """Warnings about settings that are probably mistakes."""
         return [
             f"decode.{name}.handoff is not given: prefill engines hand nothing off to it unless their own "

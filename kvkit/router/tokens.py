@@ -24,13 +24,13 @@ MAX_KEPT_BYTES = 64 << 20
 """Maximum memory for the token ids of documents, prefixes and joints."""
 ENTRY_BYTES = 512
 """Memory per cached value, besides the value: its name and its table entry."""
-_AT_ONCE = 16
-_OF_ONE = len(BEFORE)
+_MAX_IN_FLIGHT = 16
+_PER_REQUEST = len(BEFORE)
 """Joints that one request asks for at once, so that other requests are served in between."""
 _BEGINNING = ("model", "tools", "add_special_tokens", "chat_template", "chat_template_kwargs")
 
 V = TypeVar("V")
-Behind = str | Sequence[Mapping[str, Any]]
+Prefix = str | Sequence[Mapping[str, Any]]
 Headers = Mapping[str, str]
 
 
@@ -45,23 +45,23 @@ class Recent(Generic[V]):
     def __init__(self, most_bytes: int, size: Callable[[V], int]) -> None:
         self._most_bytes = most_bytes
         self._size = size
-        self._kept: OrderedDict[str, V] = OrderedDict()
+        self._values: OrderedDict[str, V] = OrderedDict()
         self._held = 0
 
     def get(self, name: str) -> V | None:
-        if name in self._kept:
-            self._kept.move_to_end(name)
-        return self._kept.get(name)
+        if name in self._values:
+            self._values.move_to_end(name)
+        return self._values.get(name)
 
     def put(self, name: str, value: V) -> None:
         self.pop(name)
-        self._kept[name] = value
+        self._values[name] = value
         self._held += self._size(value) + ENTRY_BYTES
         while self._held > self._most_bytes:
-            self.pop(next(iter(self._kept)))
+            self.pop(next(iter(self._values)))
 
     def pop(self, name: str) -> V | None:
-        value = self._kept.pop(name, None)
+        value = self._values.pop(name, None)
         if value is not None:
             self._held -= self._size(value) + ENTRY_BYTES
         return value
@@ -83,7 +83,7 @@ class Tokenizer:
         self._engines = engines
         self._timeout_s = timeout_s
         self._known = Recent[TokenArray](MAX_KEPT_BYTES, sys.getsizeof)
-        self._requests = asyncio.Semaphore(_AT_ONCE)
+        self._requests = asyncio.Semaphore(_MAX_IN_FLIGHT)
 
     async def ids(self, body: Body, headers: Headers, timeout_s: float | None = None) -> tuple[int, ...]:
         """Return the token ids that `/tokenize` answers.
@@ -114,24 +114,24 @@ class Tokenizer:
         bodies = [{**named, "prompt": before + text, "add_special_tokens": False} for before in BEFORE]
         return await self._shared(["document", bodies[0]], common_end, bodies, headers)
 
-    async def prefix(self, asked: Mapping[str, Any], behind: Behind, headers: Headers) -> TokenArray:
+    async def prefix(self, asked: Mapping[str, Any], prefix: Prefix, headers: Headers) -> TokenArray:
         """Return the first tokens of every prompt that begins with this text or these messages.
 
         Args:
             asked: fields of a request; only those that shape the prompt's beginning are used.
-            behind: the text or messages.
+            prefix: the text or messages.
 
         Raises:
             NoTokens, Refused: as `ids`.
         """
-        bodies = [_beginning(asked, behind, after) for after in BEFORE[1:]]
+        bodies = [_beginning(asked, prefix, after) for after in BEFORE[1:]]
         return await self._shared(["prefix", bodies[0]], common_start, bodies, headers)
 
     async def joint(
-        self, asked: Mapping[str, Any], behind: Behind, text: str, headers: Headers
+        self, asked: Mapping[str, Any], prefix: Prefix, text: str, headers: Headers
     ) -> TokenArray:
         """Return the tokens between a prefix and a document directly after it. Args, raises as `prefix`."""
-        before = await self.prefix(asked, behind, headers)
+        before = await self.prefix(asked, prefix, headers)
         document = await self.document(asked.get("model"), text, headers)
 
         def between(prompts: Sequence[Sequence[int]]) -> TokenArray:
@@ -139,7 +139,7 @@ class Tokenizer:
             (span,) = find_spans(prompt, [document], first)
             return tokens_of(prompt[first : span[0]] if span and tokens_of(prompt[:first]) == before else ())
 
-        body = _beginning(asked, behind, text)
+        body = _beginning(asked, prefix, text)
         return await self._shared(["joint", body, text], between, [body], headers)
 
     async def locate_documents(
@@ -176,36 +176,38 @@ class Tokenizer:
         self, asked: ParsedRequest, marked: MarkedDocuments, headers: Headers
     ) -> tuple[tuple[int, ...], list[TokenArray], TokenArray, list[TokenArray]]:
         """Return the tokens of a prompt, of its documents, of their prefix, and of their joints with it."""
-        model, texts, behind = asked.model, marked.texts, marked.prefix
+        model, texts, prefix = asked.model, marked.texts, marked.prefix
         before, joints = tokens_of(()), [tokens_of(())] * len(texts)
         ids = await self.ids(openai.tokenize_body(asked), headers)
         documents = [await self.document(model, text, headers) for text in texts]
-        if behind is not None:
-            before, joints = await self.prefix(asked.body, behind, headers), []
-            for first in range(0, len(texts), _OF_ONE):
-                some = (self.joint(asked.body, behind, t, headers) for t in texts[first : first + _OF_ONE])
+        if prefix is not None:
+            before, joints = await self.prefix(asked.body, prefix, headers), []
+            for first in range(0, len(texts), _PER_REQUEST):
+                some = (
+                    self.joint(asked.body, prefix, t, headers) for t in texts[first : first + _PER_REQUEST]
+                )
                 joints += await asyncio.gather(*some)
         return ids, documents, before, joints
 
     async def _shared(
         self,
         what: Sequence[Any],
-        of_all: Callable[[Sequence[Sequence[int]]], TokenArray],
+        combine: Callable[[Sequence[Sequence[int]]], TokenArray],
         bodies: Sequence[Body],
         headers: Headers,
     ) -> TokenArray:
-        """Tokenize `bodies`, combine the results with `of_all`, and cache that under `what`."""
+        """Tokenize `bodies`, combine the results with `combine`, and cache that under `what`."""
         name = hashlib.blake2b(json.dumps(what).encode(), digest_size=16).hexdigest()
         known = self._known.get(name)
         if known is None:
-            known = of_all(await asyncio.gather(*(self.ids(body, headers) for body in bodies)))
+            known = combine(await asyncio.gather(*(self.ids(body, headers) for body in bodies)))
             self._known.put(name, known)
         return known
 
 
-def _beginning(asked: Mapping[str, Any], behind: Behind, text: str) -> Body:
+def _beginning(asked: Mapping[str, Any], prefix: Prefix, text: str) -> Body:
     """Return the `/tokenize` body for a text directly after a prompt's beginning."""
     fields = {name: asked[name] for name in _BEGINNING if asked.get(name) is not None}
-    if isinstance(behind, str):
-        return {**fields, "prompt": behind + text}
-    return {**fields, "messages": [*behind, {"role": "user", "content": text}]}
+    if isinstance(prefix, str):
+        return {**fields, "prompt": prefix + text}
+    return {**fields, "messages": [*prefix, {"role": "user", "content": text}]}

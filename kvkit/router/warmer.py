@@ -48,7 +48,7 @@ class DocumentWarmer:
         self._outcomes = metrics.first_uses
         self._waiting = asyncio.Queue[tuple[ParsedRequest, Sequence[int], Headers]](MAX_WAITING)
         self._waiting_tokens = 0
-        self._under_way = set[str]()
+        self._in_flight = set[str]()
         self._known = Recent[int](_MAX_KNOWN_BYTES, sys.getsizeof)  # tokens held after computing it
 
     def offer(self, asked: ParsedRequest, ids: Sequence[int] | None, headers: Headers) -> None:
@@ -59,9 +59,9 @@ class DocumentWarmer:
         if self._waiting.full() or self._waiting_tokens + len(ids) > MAX_WAITING_TOKENS:
             self._outcomes.labels("left_out").inc(len(list(openai.documents_of(asked, ids))))
             return
-        kept = {name: asked.body[name] for name in ("model", "cache_salt") if name in asked.body}
+        fields = {name: asked.body[name] for name in ("model", "cache_salt") if name in asked.body}
         self._waiting_tokens += len(ids)
-        self._waiting.put_nowait((replace(asked, body=kept), ids, headers))
+        self._waiting.put_nowait((replace(asked, body=fields), ids, headers))
 
     async def run(self) -> None:
         """Compute one document after another, forever."""
@@ -70,16 +70,16 @@ class DocumentWarmer:
             self._waiting_tokens -= len(ids)
             try:
                 for document in _carried(asked, ids):
-                    await self._use(document, headers)
+                    await self._warm(document, headers)
             except Exception:
                 log.exception("internal error in the router")
 
-    async def _use(self, document: PostedDocument, headers: Headers) -> None:
+    async def _warm(self, document: PostedDocument, headers: Headers) -> None:
         """Make an engine compute a document, unless it is held or being computed."""
         name = document.id
-        if name in self._under_way:
+        if name in self._in_flight:
             return
-        self._under_way.add(name)
+        self._in_flight.add(name)
         outcome = "failed"
         try:
             if await self._is_held(name, document):
@@ -91,7 +91,7 @@ class DocumentWarmer:
         except Exception as error:
             log.warning("cannot compute a document of %d tokens: %s", len(document.tokens), error)
         finally:
-            self._under_way.remove(name)
+            self._in_flight.remove(name)
             self._outcomes.labels(outcome).inc()
 
     async def _is_held(self, name: str, document: PostedDocument) -> bool:

@@ -246,7 +246,7 @@ class RouterLife:
         if lookup is None:
             return
         exact = self.calm or (self.events == "replay" and self.keeps > 1000)
-        for name, follower in lookup._followers.items():
+        for name, follower in lookup._subscribers.items():
             check(follower.current, "KV events of {} are not followed", name)
             for prompt in PROMPTS:
                 ids = list(prompt.encode())

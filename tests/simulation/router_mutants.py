@@ -76,8 +76,8 @@ ROUTER_MUTANTS = (
     planted(
         "a stream that broke off begins again, after what the client has",
         DISPATCH,
-        "            if not routed.client.began:\n                routed.begin()\n",
-        "            if not routed.answer.finished:\n                routed.begin()\n",
+        "            if not routed.client.began:\n                routed.restart()\n",
+        "            if not routed.answer.finished:\n                routed.restart()\n",
     ),
     planted(
         "an answer that its engine gave up is taken for whole",
@@ -92,7 +92,7 @@ ROUTER_MUTANTS = (
     planted(
         "who takes an answer over gets tokens whose text the client has again",
         ANSWERS,
-        "        self._at, self._given_tokens = dict(self._whole), whole\n",
+        "        self._position, self._given_tokens = dict(self._aligned), whole\n",
         "        self._given_tokens = whole\n",
     ),
     planted(
@@ -113,7 +113,7 @@ ROUTER_MUTANTS = (
     planted(
         "a client that takes nothing is waited for",
         CLIENTS,
-        "            async with asyncio.timeout(self._patience_s):\n",
+        "            async with asyncio.timeout(self._timeout_s):\n",
         "            async with asyncio.timeout(None):\n",
     ),
     # KV events
@@ -126,7 +126,7 @@ ROUTER_MUTANTS = (
     planted(
         "an engine that was started anew is taken for the same",
         EVENTS,
-        "if not same and not self._is_taken(number, batch):\n",
+        "if not same and not self._is_applied(number, batch):\n",
         "if False:\n",
     ),
     planted(
