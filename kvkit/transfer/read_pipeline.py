@@ -87,7 +87,7 @@ class PlanReads:
         self._fill()
         if not first.in_flight:  # no slots: all are held
             for reads in later:
-                reads.give_up(reads.first)
+                reads.drop_from(reads.first)
             first.fill(1, wait=True)
             self._fill()
         return first.take_ready()
@@ -96,7 +96,7 @@ class PlanReads:
         """Leave out all chunks from `stop` on, and release what was read ahead of them."""
         for reads in self._reads:
             reads.stop = max(reads.first, min(reads.stop, stop))
-            reads.give_up(reads.stop)
+            reads.drop_from(reads.stop)
 
     def cancel(self) -> None:
         """End a waiting `take` and all later ones; from any thread."""
@@ -106,7 +106,7 @@ class PlanReads:
     def close(self) -> None:
         """Release records that were not taken; tiers keep their own leases until their reads end."""
         for reads in self._reads:
-            reads.give_up(reads.first)
+            reads.drop_from(reads.first)
 
     def _fill(self) -> None:
         """Start reads, in order of need, while there are slots.
@@ -257,7 +257,7 @@ class SegmentReads:
             self._changed.notify()
         self._tiers.staging.wake()
 
-    def give_up(self, start: int) -> None:
+    def drop_from(self, start: int) -> None:
         """Release records not taken, from chunk `start` on; readers keep their own leases until they end."""
         while self.in_flight and self.in_flight[-1].number // self._chunks.groups >= start:
             read = self.in_flight.pop()
