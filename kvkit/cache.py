@@ -12,21 +12,18 @@ steps. Pure modules decide: `plan` and `policy` choose sources and targets, `rec
 
 from __future__ import annotations
 
-import logging
 import time
-from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future
 from dataclasses import replace
 from functools import partial
-from typing import Any, Protocol
+from typing import Any, Protocol, TypedDict, Unpack
 
 import numpy as np
 
-from kvkit.format.layout import KVLayout, LayerGroup, Namespace
+from kvkit.format.layout import KVLayout, Namespace
 from kvkit.format.narrowed import check_narrows
 from kvkit.format.rope import Rotation
-from kvkit.kernels.pages.api import Pages, pack, unpack
 from kvkit.kernels.pages.streams import CudaEvents, marks
 from kvkit.staging import Lease, Staging
 from kvkit.tiers.base import Tier
@@ -36,6 +33,7 @@ from kvkit.transfer.counters import Counts
 from kvkit.transfer.layer_load import LayerLoad
 from kvkit.transfer.layer_store import LayerStore
 from kvkit.transfer.load import Load, prefetch, read_chunk
+from kvkit.transfer.lookup import find_with_pending, look_up
 from kvkit.transfer.policy import (
     DEFAULT_REQUEST_POLICY,
     Policy,
@@ -57,12 +55,10 @@ from kvkit.transfer.sequence import (
     largest_record_bytes,
 )
 from kvkit.transfer.store import Store, Stored
-from kvkit.transfer.tier_set import TierHeldListener, TierSet
-from kvkit.transfer.warm_up import warm_up
+from kvkit.transfer.tier_set import TierSet
+from kvkit.transfer.warm_up import warm_up, warm_up_cpu
 from kvkit.transfer.write_pipeline import WritePipeline
 from kvkit.workers import ForkGuard, Transfer, Workers
-
-log = logging.getLogger(__name__)
 
 __all__ = [
     "Cache",
@@ -77,7 +73,7 @@ __all__ = [
 ]
 
 LOADING_THREADS, STORING_THREADS, LOOKING_THREADS, PREFETCHING_THREADS = 4, 2, 4, 2
-"""Threads of each background pool. They mostly wait for tiers, which have threads of their own."""
+"""Threads of each background pool."""
 
 SpaceOf = Callable[[str | None, str], Namespace]
 """Maps a requested model (None: the base) and cache salt to a namespace. Raises `UnknownModel`."""
@@ -97,6 +93,16 @@ class CacheServer(Protocol):
     def url(self) -> str: ...
 
     def close(self, timeout_s: float) -> object: ...
+
+
+class LookupOptions(TypedDict, total=False):
+    """Options of `Cache.lookup`."""
+
+    wait_s: float
+    first: int
+    prefill_tokens_per_s: float | None
+    retrieve_from: Sequence[str] | None
+    policy: RequestPolicy
 
 
 class Cache:
@@ -136,15 +142,8 @@ class Cache:
     ) -> None:
         self.layout = layout
         self.namespace = namespace
+        _check_fits(layout, namespace, tiers, staging)
         self.tiers = {tier.name: tier for tier in tiers}
-        if len(self.tiers) != len(tiers):
-            raise CacheError(f"tiers: two share a name, {[tier.name for tier in tiers]}")
-        biggest = largest_record_bytes(layout, namespace)
-        if staging.slot_bytes < biggest:
-            raise CacheError(f"staging.slot_bytes={staging.slot_bytes}: a record takes {biggest}")
-        if staging.slots < len(layout.groups):
-            raise CacheError(f"staging.slots={staging.slots}: a chunk takes {len(layout.groups)}")
-        check_narrows(layout, {tier.name: tier.precision for tier in tiers})
         checked = check_policy(policy or Policy.default(self.tiers), self.tiers)
         near = [tier.name for tier in tiers if tier.near and not tier.read_only]
         self.policy = in_effect(checked, near, [tier.name for tier in tiers if tier.read_only])
@@ -154,14 +153,10 @@ class Cache:
         self.server: CacheServer | None = None
         self._fork_guard = ForkGuard("this cache")
         tier_set = TierSet(self.tiers, self.policy, staging, timeout_s, layout.copy, layout.copies)
-        self._all_puts = WritePipeline(tier_set, len(layout.groups))
-        self._loading = Workers(LOADING_THREADS, "kvkit-load")
-        self._storing = Workers(STORING_THREADS, "kvkit-store")
-        self._looking = Workers(LOOKING_THREADS, "kvkit-look")
-        self._prefetching = Workers(PREFETCHING_THREADS, "kvkit-prefetch")
-        self._reading = {name: Workers(READING_THREADS, f"kvkit-layers-{name}") for name in self.tiers}
+        self._all_writes = WritePipeline(tier_set, len(layout.groups))
+        self._threads = _Threads(self.tiers)
         self._closed = False
-        self._loading.submit(_warm_up)
+        self._threads.loading.submit(warm_up_cpu)
 
     def lookup(
         self,
@@ -193,45 +188,22 @@ class Cache:
         check_named("retrieve_from", retrieve_from or (), self.tiers)
         if policy.max_load_tokens is not None:
             chunks = chunks.part(0, min(len(chunks), first + policy.max_load_tokens // chunks.chunk_tokens))
-        plan = found = self._puts.find_with_pending(chunks, wait_s, retrieve_from)
-        if prefill_tokens_per_s is not None:
-            compute_s = chunks.chunk_tokens / prefill_tokens_per_s
-            plan = self._tier_set.trim_by_cost(found, chunks.groups, first, compute_s)
-            plan = found if plan == found else self._puts.with_states(chunks, plan, 0.0, retrieve_from)
-        hit = Hit(chunks, plan)
-        declined = Counter(Hit(chunks, found).by_tier) - Counter(hit.by_tier)
-        if declined:
-            log.info("lookup: tokens left to compute, because loading them is slower: %s", dict(declined))
-        with self._tier_set.counting() as counts:
-            counts.lookups += 1
-            counts.lookup_tokens += len(chunks.tokens)
-            counts.hit_tokens.update(hit.by_tier)
-            counts.approximate_tokens.update(hit.approximate)
-            counts.declined_tokens.update(declined)
-        return hit
+        return look_up(self.tier_set, chunks, wait_s, first, prefill_tokens_per_s, retrieve_from)
 
     def lookup_async(
         self,
         tokens: Any,
         namespace: Namespace | None = None,
-        *,
-        wait_s: float = 0.0,
-        first: int = 0,
-        prefill_tokens_per_s: float | None = None,
-        retrieve_from: Sequence[str] | None = None,
-        policy: RequestPolicy = DEFAULT_REQUEST_POLICY,
+        **options: Unpack[LookupOptions],
     ) -> Transfer[Hit]:
         """Run `lookup` in the background."""
-        look = partial(self.lookup, tokens, namespace, wait_s=wait_s, first=first)
-        look = partial(look, prefill_tokens_per_s=prefill_tokens_per_s, retrieve_from=retrieve_from)
-        look = partial(look, policy=policy)
-        return Transfer.start(self._looking, lambda _: look())
+        return Transfer.start(self._threads.looking, lambda _: self.lookup(tokens, namespace, **options))
 
     def query(self, tokens: Any, namespace: Namespace | None = None, wait_s: float = 0.0) -> Hit:
         """Look up `tokens`, waiting up to `wait_s` s for pending stores; counts as a query, not a lookup."""
         chunks = self.chunks(tokens, namespace)
-        hit = Hit(chunks, self._puts.find_with_pending(chunks, wait_s))
-        with self._tier_set.counting() as counts:
+        hit = Hit(chunks, find_with_pending(self.tier_set, chunks, wait_s))
+        with self.tier_set.counting() as counts:
             counts.queries += 1
         return hit
 
@@ -255,7 +227,7 @@ class Cache:
         """
         check_named("tiers", tiers, self.tiers)
         return Transfer.start(
-            self._looking, lambda _: self._puts.find_with_pending(chunks, 0.0, tiers).chunks
+            self._threads.looking, lambda _: find_with_pending(self.tier_set, chunks, 0.0, tiers).chunks
         )
 
     def load(self, hit: Hit, pages: AllPages, rotate: Rotation | None = None) -> Loaded:
@@ -280,12 +252,12 @@ class Cache:
 
         On a GPU, pages change after the work queued on the current stream. Raises the errors of `load`.
         """
-        return Transfer.start(self._loading, self._load(hit, pages, rotate).run, urgent=True)
+        return Transfer.start(self._threads.loading, self._load(hit, pages, rotate).run, urgent=True)
 
     def load_layers(self, hit: Hit, pages: AllPages) -> LayerLoad:
         """Return an iterator that loads `hit` one layer at a time. Raises the errors of `load`."""
         pages = check_pages(pages, hit.chunks, hit.plan.chunks, self.layout)
-        return LayerLoad(self._puts, self._reading, hit, pages)
+        return LayerLoad(self.tier_set, self.writes, self._threads.reading, hit, pages)
 
     def store_layers(
         self,
@@ -298,13 +270,13 @@ class Cache:
         """Run `store` one layer at a time, as the engine completes layers. Raises the errors of `store`."""
         chunks = self.chunks(tokens, namespace, policy)
         pages = check_pages(pages, chunks, len(chunks), self.layout)
-        return LayerStore(self._puts, chunks, pages, self._targets(None, chunks))
+        return LayerStore(self.writes, chunks, pages, self._targets(None, chunks))
 
     @property
     def prefetch_chunks(self) -> int:
         """Maximum chunks to prefetch at once: half of the memory they go to, to spare its other records."""
         near = [tier for name in self.policy.write_back_to if (tier := self.tiers[name]).near]
-        slots = min((tier.slots // 2 for tier in near if tier.slots), default=self._tier_set.prefetched.slots)
+        slots = min((tier.slots // 2 for tier in near if tier.slots), default=self.tier_set.prefetched.slots)
         return slots // len(self.layout.groups)
 
     def prefetch(self, tokens: Any, namespace: Namespace | None = None, *, first: int = 0) -> Transfer[Hit]:
@@ -321,8 +293,9 @@ class Cache:
         Raises:
             CacheError: the tokens have fewer than `first` whole chunks.
         """
-        chunks = self._part(tokens, namespace, first)
-        return Transfer.start(self._prefetching, partial(prefetch, self._puts, chunks))
+        chunks = self.chunks(tokens, namespace).after(first)
+        move = partial(prefetch, self.tier_set, self.writes, chunks)
+        return Transfer.start(self._threads.prefetching, move)
 
     def get_non_blocking(
         self, tokens: Any, chunk: int, namespace: Namespace | None = None
@@ -337,7 +310,8 @@ class Cache:
         chunks = self.chunks(tokens, namespace)
         if not 0 <= chunk < len(chunks):
             raise CacheError(f"chunk={chunk}: the tokens have {len(chunks)} whole chunks")
-        return Transfer.start(self._loading, partial(read_chunk, self._puts, chunks, chunk))
+        read = partial(read_chunk, self.tier_set, self.writes, chunks, chunk)
+        return Transfer.start(self._threads.loading, read)
 
     def store(
         self,
@@ -364,9 +338,9 @@ class Cache:
                 chunks.
             PolicyError: `to` or `policy` names an unknown tier.
         """
-        chunks = self._part(tokens, namespace, first, policy)
+        chunks = self.chunks(tokens, namespace, policy).after(first)
         pages = check_pages(pages, chunks, len(chunks), self.layout)
-        return Store(self._puts, chunks, pages, self._targets(to, chunks)).run(Transfer())
+        return Store(self.writes, chunks, pages, self._targets(to, chunks)).run(Transfer())
 
     def store_async(
         self,
@@ -385,7 +359,8 @@ class Cache:
         `synchronize`). Without it, pages on a GPU are complete after the work already queued on the current
         stream. Raises the errors of `store`.
         """
-        return self.store_chunks(self._part(tokens, namespace, first, policy), pages, to=to, ready=ready)
+        chunks = self.chunks(tokens, namespace, policy).after(first)
+        return self.store_chunks(chunks, pages, to=to, ready=ready)
 
     def store_chunks(
         self,
@@ -414,14 +389,8 @@ class Cache:
         after = () if ready else _marks(pages)
         ready = ready or (lambda: None)
         targets = self._targets(to, chunks)
-        store = Store(self._puts, chunks, pages, targets, ready, on_stored, on_done, copy_first, after)
-        try:
-            transfer = Transfer.start(self._storing, store.run)
-        except BaseException:
-            store.abort()
-            raise
-        transfer.add_done_callback(lambda done: store.abort() if done.cancelled() else None)
-        return transfer
+        store = Store(self.writes, chunks, pages, targets, ready, on_stored, on_done, copy_first, after)
+        return store.start(self._threads.storing)
 
     def warm_up(self, pages: AllPages) -> Future[None]:
         """Compile and load kernels for such pages in the background: the first GPU load would wait for this.
@@ -433,29 +402,13 @@ class Cache:
             CacheError: `pages` do not match the layout.
         """
         none = self.chunks(np.zeros(0, np.int32))
-        groups = check_pages(pages, none, 0, self.layout)
-
-        def carry_out() -> None:
-            self.staging.ready.wait(self.timeout_s)  # unpinned memory takes another code path
-            (lease,) = self.staging.acquire(1, self.timeout_s)
-            with lease:
-                warm_up(groups, none.formats + none.states, lease)
-
-        return self._storing.submit(carry_out)
-
-    def watch(self, tiers: Sequence[str], held_listener: TierHeldListener) -> bool:
-        """Report what `tiers` hold: now, and as records are put, found, evicted, dropped and deleted.
-
-        Returns:
-            True if the reports cover all they hold: no other host uses these tiers. Otherwise existing
-                records may be left out, and a server's evictions are reported when a lookup or a read misses.
-        """
-        return self._tier_set.watch(tiers, held_listener)
+        groups, formats = check_pages(pages, none, 0, self.layout), none.formats + none.states
+        return self._threads.storing.submit(partial(warm_up, groups, formats, self.staging, self.timeout_s))
 
     def pin(self, tokens: Any, seconds: float, namespace: Namespace | None = None) -> int:
         """Pin the chunks of `tokens` for `seconds`; return the most tokens pinned in a single tier."""
         chunks = self.chunks(tokens, namespace)
-        return max((self._tier_set.pin(tier, chunks, seconds) for tier in self.tiers), default=0)
+        return max((self.tier_set.pin(tier, chunks, seconds) for tier in self.tiers), default=0)
 
     def retain(self, tokens: Any, policy: RequestPolicy, namespace: Namespace | None = None) -> None:
         """Apply the retention of `policy` to these tokens' chunks in tiers that hold them, as a store would.
@@ -465,7 +418,7 @@ class Cache:
         """
         chunks = self.chunks(tokens, namespace, policy)
         for tier in self.tiers if policy.store_to is None else policy.store_to:
-            self._tier_set.retain(tier, chunks.names + chunks.snapshots, policy)
+            self.tier_set.retain(tier, chunks.names + chunks.snapshots, policy)
 
     def flush(self, timeout_s: float | None = None) -> None:
         """Wait until every put started before this call has completed or failed.
@@ -474,31 +427,24 @@ class Cache:
             CacheTimeout: some are still in flight after `timeout_s` (default: the cache's).
         """
         limit = self.timeout_s if timeout_s is None else timeout_s
-        if left := self._puts.outstanding.wait(limit):
+        if left := self.writes.outstanding.wait(limit):
             raise CacheTimeout(f"{left} puts are still in flight after {limit} s")
 
     def puts_under_way(self) -> int:
         """Count the puts a flush would wait for: of records and of array metadata."""
-        return self._puts.outstanding.count
+        return self.writes.outstanding.count
 
     def counts(self) -> Counts:
         """Return a copy of the counters."""
-        return self._tier_set.counts()
-
-    def note_blend(self, reused: int, selected: int, computed: int) -> None:
-        """Count the tokens of a blended prompt: reused, selected among those, and computed."""
-        with self._tier_set.counting() as counts:
-            counts.blend_reused_tokens += reused
-            counts.blend_selected_tokens += selected
-            counts.blend_computed_tokens += computed
+        return self.tier_set.counts()
 
     def tier_states(self) -> dict[str, HealthState]:
         """Return each tier's health: ok, slow, open (skipped) or half-open (about to be retried)."""
-        return self._tier_set.states()
+        return self.tier_set.states()
 
     def queue_depths(self) -> dict[str, int]:
         """Count the reads and writes that wait for a thread, by tier."""
-        return {name: tier.waiting() for name, tier in self._tier_set.tiers.items()}
+        return {name: tier.waiting() for name, tier in self.tier_set.tiers.items()}
 
     def clear(self, tier: str, timeout_s: float | None = None) -> int:
         """Delete every record of a tier, in all namespaces; return how many were deleted.
@@ -510,7 +456,7 @@ class Cache:
         """
         if tier not in self.tiers:
             raise CacheError(f"tier={tier!r}: no such tier; the tiers are {', '.join(self.tiers)}")
-        return self._tier_set.clear(tier, self.timeout_s if timeout_s is None else timeout_s)
+        return self.tier_set.clear(tier, self.timeout_s if timeout_s is None else timeout_s)
 
     def check_integrity(self) -> None:
         """Raise `AssertionError` if a slot is lost, which is a defect in kvkit or in a tier."""
@@ -528,9 +474,8 @@ class Cache:
         until = time.monotonic() + (self.shutdown_timeout_s if timeout_s is None else timeout_s)
         if self.server is not None:
             self.server.close(until - time.monotonic())
-        background = (self._looking, self._prefetching, self._loading, self._storing)
         try:
-            close(self._puts, (*background, *self._reading.values()), until - time.monotonic())
+            close(self.writes, self._threads.all, until - time.monotonic())
         finally:
             self.staging.close()
 
@@ -541,29 +486,15 @@ class Cache:
         self.close()
 
     @property
+    def tier_set(self) -> TierSet:
+        """The tiers with their health and counters."""
+        return self.writes.tiers
+
+    @property
     def writes(self) -> WritePipeline:
         """The write pipeline, for records that are sent elsewhere: its slots, counters and flushes."""
-        return self._puts
-
-    @property
-    def _puts(self) -> WritePipeline:
-        """The write pipeline, in the process that opened the cache."""
         self._fork_guard.check()
-        return self._all_puts
-
-    @property
-    def _tier_set(self) -> TierSet:
-        return self._puts.tiers
-
-    def _part(
-        self,
-        tokens: Any,
-        namespace: Namespace | None,
-        first: int,
-        policy: RequestPolicy = DEFAULT_REQUEST_POLICY,
-    ) -> Chunks:
-        chunks = self.chunks(tokens, namespace, policy)
-        return chunks.part(first, len(chunks))
+        return self._all_writes
 
     def _targets(self, to: Sequence[str] | None, chunks: Chunks) -> Sequence[str]:
         check_named("to", to or (), self.tiers)
@@ -573,7 +504,36 @@ class Cache:
         pages = check_pages(pages, hit.chunks, hit.plan.chunks, self.layout)
         if rotate is not None:
             rotate.resolve(hit.plan.chunks, hit.chunks.chunk_tokens)
-        return Load(self._puts, hit, pages, rotate, _marks(pages))
+        return Load(self.tier_set, self.writes, hit, pages, rotate, _marks(pages))
+
+
+class _Threads:
+    """The threads of a cache. They mostly wait for tiers, which have threads of their own."""
+
+    def __init__(self, tiers: Iterable[str]) -> None:
+        self.looking = Workers(LOOKING_THREADS, "kvkit-look")
+        self.prefetching = Workers(PREFETCHING_THREADS, "kvkit-prefetch")
+        self.loading = Workers(LOADING_THREADS, "kvkit-load")
+        self.storing = Workers(STORING_THREADS, "kvkit-store")
+        self.reading = {name: Workers(READING_THREADS, f"kvkit-layers-{name}") for name in tiers}
+
+    @property
+    def all(self) -> Sequence[Workers]:
+        """All pools, in the order in which they are closed."""
+        return (self.looking, self.prefetching, self.loading, self.storing, *self.reading.values())
+
+
+def _check_fits(layout: KVLayout, namespace: Namespace, tiers: Sequence[Tier], staging: Staging) -> None:
+    """Raise `CacheError` or `LayoutError` if names, slots or precisions of tiers do not fit the layout."""
+    names = [tier.name for tier in tiers]
+    if len(set(names)) != len(names):
+        raise CacheError(f"tiers: two share a name, {names}")
+    biggest = largest_record_bytes(layout, namespace)
+    if staging.slot_bytes < biggest:
+        raise CacheError(f"staging.slot_bytes={staging.slot_bytes}: a record takes {biggest}")
+    if staging.slots < len(layout.groups):
+        raise CacheError(f"staging.slots={staging.slots}: a chunk takes {len(layout.groups)}")
+    check_narrows(layout, {tier.name: tier.precision for tier in tiers})
 
 
 def _only_space(namespace: Namespace, model: str | None, salt: str) -> Namespace:
@@ -585,12 +545,3 @@ def _only_space(namespace: Namespace, model: str | None, salt: str) -> Namespace
 def _marks(pages: Sequence[SequencePages]) -> CudaEvents:
     """Record events for the work queued so far on the calling thread's current streams."""
     return marks(group.pages.device for group in pages)
-
-
-def _warm_up() -> None:
-    """Load or compile the CPU kernels, so that the first request does not wait for this."""
-    group = LayerGroup(layers=(0,), kv_heads=1, k_size=1, v_size=0, dtype="uint8", block_tokens=1)
-    pages = Pages.of(group, group.pages(1))
-    block = np.zeros((1, 1), np.int64)
-    pack(pages, [np.zeros(1, np.uint8)], blocks=block)
-    unpack(pages, [np.zeros(1, np.uint8)], blocks=block)

@@ -551,7 +551,7 @@ def test_clear_goes_on_past_what_cannot_be_deleted_and_shuns_nothing_else(tmp_pa
         names = cache.chunks(tokens).names
         kept.update(names[1:3])
         for name in names[1:3]:
-            cache._tier_set.drop("disk", name, Damage.LAYER)
+            cache.tier_set.drop("disk", name, Damage.LAYER)
         assert cache.lookup(tokens).tokens == 8, "what could not be deleted is shunned"
         kept.remove(names[1])
         with pytest.raises(OSError, match=f"'disk': 4 records are deleted, 1 cannot be: {names[2]}"):
@@ -572,5 +572,5 @@ def test_a_cache_that_is_open_has_no_threads_for_what_nobody_asked(tmp_path: Pat
     before = threading.active_count()
     with open_cache(engine, tmp_path) as cache:
         assert cache.staging.ready.wait(DEADLINE_S)
-        cache._loading.submit(lambda: None).result(DEADLINE_S)  # compiled kernels are loaded
+        cache._threads.loading.submit(lambda: None).result(DEADLINE_S)  # compiled kernels are loaded
         assert threading.active_count() - before <= 3

@@ -24,6 +24,7 @@ from kvkit.tiers.shm.file import pool_path
 from kvkit.tiers.shm.tier import ShmTier
 from kvkit.tiers.testing.contract import put
 from kvkit.transfer import read_pipeline as reads
+from kvkit.transfer.read_pipeline import exchange_tier
 from kvkit.transfer.tier_set import TierSet
 
 CHUNKS = 7
@@ -168,7 +169,7 @@ def test_what_is_approximate_is_left_to_nobody(tmp_path: Path, pool: str) -> Non
         for precision, place in ((None, "near"), ("fp8", None)):
             rank.disk.precision = precision
             tiers = TierSet(cache.tiers, cache.policy, cache.staging, DEADLINE_S, copy=0, copies=2)
-            assert tiers.exchange_tier("disk", chunks) == place
+            assert exchange_tier(tiers, "disk", chunks) == place
 
 
 def test_a_request_that_stores_nothing_leaves_nothing(stored: Path, pool: str) -> None:

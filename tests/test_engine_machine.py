@@ -105,7 +105,7 @@ class EngineMachine(RuleBasedStateMachine):
         )
         self.store(SEQUENCES)
         self._come_to_rest()
-        self.cache._tier_set.timeout_s = TIMEOUT_S
+        self.cache.tier_set.timeout_s = TIMEOUT_S
         self.meet(fault)
 
     @rule(fault=st.sampled_from(sorted(FAULTS)))
@@ -232,14 +232,14 @@ class EngineMachine(RuleBasedStateMachine):
     def rest(self, chunks: list[int]) -> None:
         """All calls end; the faults as well. Every slot is back, and what is stored now is loaded."""
         self._come_to_rest()
-        self.cache._tier_set.timeout_s = DEADLINE_S  # a busy machine must not look like a fault
+        self.cache.tier_set.timeout_s = DEADLINE_S  # a busy machine must not look like a fault
         self.store([chunks])
         self._come_to_rest()
         engine, tokens, table = self._sequence(chunks)
         hit = self.cache.lookup(tokens)
         assert hit.tokens == len(tokens)
         assert self.cache.load(hit, engine.places(table)).tokens == len(tokens)
-        self.cache._tier_set.timeout_s = TIMEOUT_S
+        self.cache.tier_set.timeout_s = TIMEOUT_S
         self._compare(engine, tokens, table, len(chunks))
 
     @invariant()
@@ -293,7 +293,7 @@ class EngineMachine(RuleBasedStateMachine):
             self._end(0)
         self.cache.flush(DEADLINE_S)
         for tier in self.cache.tiers:
-            self.cache._tier_set.health[tier] = Health()  # no waiting for the pause to end
+            self.cache.tier_set.health[tier] = Health()  # no waiting for the pause to end
         # reads that were given up end as well, and what prefetches left makes room
         memory = self.cache.tiers.get("memory")
         rest = self.staging.slots - (len(list(memory.scan())) if memory else 0)

@@ -80,7 +80,7 @@ EXCEPTED = {
     "adapters/vllm/scheduler.py: get_num_new_matched_tokens": 64,
     "adapters/vllm/worker.py: Worker": 528,
     "adapters/vllm/worker.py: __init__": 82,
-    "kvkit/cache.py: Cache": 475,
+    "kvkit/cache.py: Cache": 400,
     "kvkit/config.py: open_cache": 69,
     "kvkit/handoff/prompt.py: Prompts": 358,
     "kvkit/handoff/sender.py: Sender": 325,
@@ -91,7 +91,6 @@ EXCEPTED = {
     "kvkit/observe/http.py: _app": 100,
     "kvkit/tiers/objects.py: ObjectTier": 401,
     "kvkit/tiers/shm/pool.py: Pool": 343,
-    "kvkit/transfer/tier_set.py: TierSet": 402,
 }
 """Classes and functions that are longer, and their lines: at most so many."""
 ROOM_LINES_AT_MOST = {
@@ -111,7 +110,7 @@ ROOM_LINES_AT_MOST = {
     "kvkit/observe": 1_300,
     "kvkit/router": 4_000,
     "kvkit/tiers": 6_400,
-    "kvkit/transfer": 3_700,
+    "kvkit/transfer": 3_850,
 }
 """Lines of code by room, blank ones and docstrings included."""
 CORE_LINES_AT_MOST = 48_000

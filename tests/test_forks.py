@@ -86,9 +86,7 @@ def test_whatever_is_asked_of_a_cache_in_a_fork_is_refused(cache: Cache) -> None
         "store_chunks": (hit.chunks, PLACES),
         "pin": (TOKENS, 1.0),
         "retain": (TOKENS, RequestPolicy()),
-        "watch": (["disk"], lambda *_: None),
         "query": (TOKENS,),
-        "note_blend": (0, 0, 0),
         "clear": ("disk",),
     }
     methods = [name for name, _ in inspect.getmembers(Cache, inspect.isfunction) if not name.startswith("_")]

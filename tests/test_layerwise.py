@@ -296,7 +296,7 @@ def test_a_load_whose_readers_end_gives_its_slots_back(tmp_path: Path) -> None:
     with new_cache(engine, staging, [ObjectTier(str(tmp_path))]) as cache:
         load = cache.load_layers(cache.lookup(tokens), engine.places(engine.table(len(tokens))))
         assert next(load) == 0
-        assert cache._reading["disk"].close(DEADLINE_S)
+        assert cache._threads.reading["disk"].close(DEADLINE_S)
         with pytest.raises(Closed):
             list(load)
         assert staging.free == staging.slots
@@ -351,7 +351,8 @@ def test_a_tier_that_hangs_does_not_keep_others_layers_from_being_read(tmp_path:
         stuck = cache.load_layers(cache.lookup(more), engine.places(engine.table(len(more))))
         waiter = threading.Thread(target=list, args=(stuck,))
         waiter.start()
-        while cache._reading["hung"].waiting < READING_THREADS:  # the second layer waits for the first
+        reading = cache._threads.reading["hung"]
+        while reading.waiting < READING_THREADS:  # the second layer waits for the first
             waiter.join(0.001)
         other = make_engine()
         table = other.table(len(tokens))
@@ -401,7 +402,7 @@ def test_layers_are_not_read_from_a_tier_that_failed_since_the_lookup(tmp_path: 
         hit = cache.lookup(tokens)
         assert hit.tokens == len(tokens)
         asked.clear()
-        cache._tier_set.failed("b", TimeoutError())
+        cache.tier_set.failed("b", TimeoutError())
         table = engine.table(len(tokens))
         load = cache.load_layers(hit, engine.places(table))
         assert list(load) == [0, 1]

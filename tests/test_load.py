@@ -296,7 +296,7 @@ def test_a_load_passes_over_a_tier_that_failed_since_the_lookup(tmp_path: Path) 
     with new_cache(engine, new_staging(engine, 8), tiers) as cache:
         hit = cache.lookup(tokens)
         assert list(hit.by_tier) == ["a", "b", "c"]
-        cache._tier_set.failed("b", TimeoutError())
+        cache.tier_set.failed("b", TimeoutError())
         assert cache.tier_states()["b"] == "open"
         table = engine.table(len(tokens))
         assert cache.load(hit, engine.places(table)).by_tier == {"a": 2 * CHUNK, "c": 4 * CHUNK}

@@ -98,7 +98,7 @@ class CacheMachine(RuleBasedStateMachine):
     def meet(self, fault: str) -> None:
         self.faults = FAULTS[fault]
         if not self.faults and self.cache is not None:
-            self.cache._tier_set.health["disk"] = Health()  # no waiting for the pause to end
+            self.cache.tier_set.health["disk"] = Health()  # no waiting for the pause to end
 
     @rule(chunks=SEQUENCES, stale=st.booleans())
     def turn(self, chunks: list[int], stale: bool) -> None:
@@ -118,7 +118,7 @@ class CacheMachine(RuleBasedStateMachine):
         self.cache.flush()
         names = set(self.cache.chunks(tokens).names)
         self.held["remote"] |= names
-        if not self.faults.keys() & {"put", "count"} and self.cache._tier_set.usable("disk"):
+        if not self.faults.keys() & {"put", "count"} and self.cache.tier_set.usable("disk"):
             self.held["disk"] |= names
 
     def load(self, chunks: list[int], stale: bool) -> None:

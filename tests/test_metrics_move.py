@@ -111,7 +111,7 @@ def lateness(folder: Path) -> set[str]:
         late.cancel()
         wait_for(late.done)
         found = moved(before, scrape(cache))
-        cache.timeout_s = cache._tier_set.timeout_s = 0.05
+        cache.timeout_s = cache.tier_set.timeout_s = 0.05
         cache.load(cache.lookup(TOKENS), ENGINE.places(TABLE))
         return found | moved(before, scrape(cache))
 

@@ -114,7 +114,7 @@ def test_a_lookup_waits_no_longer_than_it_is_told(tmp_path: Path) -> None:
 
 
 def pending(cache: Cache, tokens: npt.NDArray[np.int32]) -> set[str]:
-    return cache._puts.pending_stores.among(cache.lookup(tokens).chunks.names)
+    return cache.tier_set.pending_stores.among(cache.lookup(tokens).chunks.names)
 
 
 def test_what_a_tier_does_not_take_is_not_waited_for(tmp_path: Path) -> None:

@@ -160,7 +160,7 @@ def test_a_get_asks_no_tier_that_is_passed_over(tmp_path: Path) -> None:
     broken = FaultyTier(ObjectTier(str(tmp_path / "broken"), name="broken"), plan)
     disk = ObjectTier(str(tmp_path / "disk"))
     with new_cache(engine, new_staging(engine, 4), [broken, disk], write_back_to=("broken",)) as cache:
-        cache._tier_set.failed("broken", TimeoutError())
+        cache.tier_set.failed("broken", TimeoutError())
         leases = cache.get_non_blocking(tokens, 1).result(DEADLINE_S)
         assert len(leases) == 1
         release_all(leases)
@@ -174,7 +174,7 @@ def test_a_prefetch_that_outlasts_its_cache_keeps_no_slot(tmp_path: Path) -> Non
     fill(engine, tmp_path, tokens)
     staging = new_staging(engine, 8)
     with new_cache(engine, staging, [ObjectTier(str(tmp_path))]) as cache:
-        prefetched = cache._tier_set.prefetched
+        prefetched = cache.tier_set.prefetched
         (lease,) = staging.acquire(1, DEADLINE_S)
         cache.close()
         prefetched.keep("late", lease, object())

@@ -20,6 +20,7 @@ from kvkit.tiers.health import PAUSES_S
 from kvkit.tiers.objects import ObjectTier
 from kvkit.tiers.settings import TierConfig
 from kvkit.tiers.testing.faulty import Fault, FaultyTier, Wrapper
+from kvkit.transfer import tier_calls
 from kvkit.transfer import tier_set as access
 from kvkit.transfer.tier_set import ASKING_THREADS
 from kvkit.workers import Transfer
@@ -117,7 +118,8 @@ def test_what_a_tier_does_not_tell_its_answers_do(tmp_path: Path) -> None:
     fill(engine, tmp_path, tokens)
     told: dict[str, bool] = {}
     with new_cache(engine, new_staging(engine, 16), [Mute(ObjectTier(str(tmp_path)))]) as cache:
-        assert not cache.watch(["disk"], lambda _, names, held: told.update(dict.fromkeys(names, held)))
+        tiers = cache.tier_set
+        assert not tiers.watch(["disk"], lambda _, names, held: told.update(dict.fromkeys(names, held)))
         hit, places = cache.lookup(tokens), engine.places(engine.table(len(tokens)))
         names = hit.chunks.names
         assert told == dict.fromkeys(names, True)
@@ -194,7 +196,7 @@ def test_a_description_that_finds_no_thread_keeps_no_flush_waiting(copy_first: b
     with new_cache(engine, new_staging(engine, 8), [disk]) as cache:
         table = engine.table(len(tokens))
         engine.compute(tokens, table)
-        assert cache._tier_set._asking["disk"].close(DEADLINE_S)
+        assert cache.tier_set._asking["disk"].close(DEADLINE_S)
         done = threading.Event()
         store = cache.store_chunks(
             cache.chunks(tokens), engine.places(table), copy_first=copy_first, on_done=done.set
@@ -252,7 +254,7 @@ def test_a_tier_that_hangs_does_not_keep_others_from_being_asked(tmp_path: Path)
     hung = FaultyTier(ObjectTier(str(tmp_path / "hung"), name="hung"), plan)
     disk = ObjectTier(str(tmp_path / "disk"))
     with new_cache(engine, new_staging(engine, 4), [hung, disk], retrieve_from=("disk",)) as cache:
-        access = cache._tier_set
+        access = cache.tier_set
         callers = [threading.Thread(target=access.ask, args=("hung", ["a"])) for _ in range(ASKING_THREADS)]
         for caller in callers:
             caller.start()
@@ -310,11 +312,12 @@ def test_a_tier_is_not_tried_while_its_late_reads_keep_slots(
     with new_cache(engine, staging, [hung]) as cache:
         place = engine.places(engine.table(len(tokens)))
         stale = cache.lookup(tokens)
-        cache._tier_set.timeout_s = 0.1
+        cache.tier_set.timeout_s = 0.1
         assert cache.load(stale, place).tokens == 0
         assert staging.free == 5
         later = SimpleNamespace(monotonic=lambda: time.monotonic() + PAUSES_S[0])
-        monkeypatch.setattr(access, "time", later)
+        for module in (access, tier_calls):
+            monkeypatch.setattr(module, "time", later)
         for _ in range(3):
             assert cache.tier_states() == {"disk": "half-open"}
             assert cache.lookup(tokens).tokens == 0
@@ -322,6 +325,6 @@ def test_a_tier_is_not_tried_while_its_late_reads_keep_slots(
             assert staging.free == 5, "a trial cost more slots"
         hung.release()
         release_all(staging.acquire(8, DEADLINE_S, at_least=8))
-        cache._tier_set.timeout_s = DEADLINE_S
+        cache.tier_set.timeout_s = DEADLINE_S
         assert cache.load(cache.lookup(tokens), place).tokens == len(tokens)
         assert cache.tier_states() == {"disk": "ok"}

@@ -11,6 +11,7 @@ import pytest
 import torch
 from test_cache import make_engine, open_cache, sequence
 
+import kvkit.cache
 import kvkit.transfer.layer_load
 import kvkit.transfer.layer_store
 import kvkit.transfer.sequence
@@ -54,6 +55,7 @@ def compiled(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
 
         return move
 
+    monkeypatch.setattr(kvkit.cache, "warm_up_cpu", lambda: None)
     monkeypatch.setattr(DeviceMove, "launch", launch)
     monkeypatch.setattr(kvkit.transfer.warm_up, "COUNTS", (1, 3))
     for module in (kvkit.transfer.store, kvkit.transfer.layer_store, kvkit.transfer.warm_up):

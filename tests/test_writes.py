@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor, wait
 from pathlib import Path
+from typing import Any, cast
 
 import pytest
 from caches import CHUNK, DEADLINE_S, fill, make_engine, new_cache, new_staging, sequence
@@ -88,7 +89,7 @@ def test_what_a_tier_that_hangs_does_not_take_is_not_stored(tmp_path: Path) -> N
     with new_cache(engine, new_staging(engine, 8), [tier, ObjectTier(str(tmp_path / "disk"))]) as cache:
         first = cache.store(sequence(2, 1), engine.places(table), to=["hung"])
         assert first.new_tokens == 2 * CHUNK, "its limit is a third of 8 slots"
-        cache._puts._queues["hung"]._progress_s -= 2 * writes.STUCK_S  # as if so much time had passed
+        cache.writes._queues["hung"]._progress_s -= 2 * writes.STUCK_S  # as if so much time had passed
         assert cache.store(tokens, engine.places(table), to=["hung"]).new_tokens == 0
         assert cache.store(tokens, engine.places(table)).new_tokens == len(tokens), "the disk takes all"
         assert cache.counts().refused == {"hung": 2 * len(tokens) // CHUNK}
@@ -112,7 +113,7 @@ def test_a_tier_that_is_passed_over_takes_no_more(tmp_path: Path) -> None:
         stored = threads.submit(cache.store, tokens, engine.places(table))
         while not staging.waiting:
             wait([stored], 0.001)
-        cache._tier_set.failed("hung", TimeoutError())
+        cache.tier_set.failed("hung", TimeoutError())
         assert stored.result(DEADLINE_S).new_tokens == 6 * CHUNK
         assert staging.free == 3, "what waited for it keeps slots"
         tier.release()
@@ -167,7 +168,7 @@ def test_flush_ends_while_another_store_is_under_way(tmp_path: Path) -> None:
         tokens = threads.submit(cache.store, sequence(1, 1), engine.places(table))
         while not tier.hanging:
             wait([tokens], 0.001)
-        outstanding = cache._puts.outstanding
+        outstanding = cache.writes.outstanding
         waits = threading.Event()
         wait_for = outstanding._changed.wait_for
 
@@ -198,23 +199,26 @@ class Queued:
     """
 
     def __init__(self, limit: int) -> None:
-        self.queue = WriteQueue(limit, self._start)
+        self.queue = WriteQueue(limit)
         self.started: list[str] = []
         self.done: list[str] = []
         self.under_way: list[WriteJob] = []
         self.at_once = False
 
-    def _start(self, puts: Sequence[WriteJob]) -> None:
-        assert [put.lease.used for put in puts] == [int(put.name) for put in puts], "another record's slot"
-        self.started.extend(put.name for put in puts)
-        self.under_way.extend(puts)
-        while self.at_once and self.under_way:
-            self.end()
+    def go_on(self) -> None:
+        for jobs in self.queue.startable():
+            assert [job.lease.used for job in jobs] == [int(job.name) for job in jobs], (
+                "another record's slot"
+            )
+            self.started.extend(job.name for job in jobs)
+            self.under_way.extend(jobs)
+            while self.at_once and self.under_way:
+                self.end()
 
     def end(self) -> None:
         self.done.append(self.under_way.pop(0).name)
         self.queue.ended()
-        self.queue.go_on()
+        self.go_on()
 
 
 @pytest.fixture
@@ -237,20 +241,20 @@ def records() -> Iterator[Callable[[int, int], tuple[list[str], list[Lease]]]]:
 Make = Callable[[int, int], tuple[list[str], list[Lease]]]
 
 
-def add(queue: WriteQueue, make: Make, start: int, stop: int) -> int:
+def add(queued: Queued, make: Make, start: int, stop: int) -> int:
     names, leases = make(start, stop)
-    batch = Batch("tier", (), None, False, False, DEFAULT_REQUEST_POLICY)
-    puts = [WriteJob(batch, name, lease, lease.used) for name, lease in zip(names, leases, strict=True)]
-    taken = queue.add(puts)
-    queue.go_on()
+    batch = Batch(cast(Any, None), "tier", (), None, False, False, DEFAULT_REQUEST_POLICY)
+    jobs = [WriteJob(batch, name, lease, lease.used) for name, lease in zip(names, leases, strict=True)]
+    accepted = queued.queue.add(jobs)
+    queued.go_on()
     release_all(leases)
-    return taken
+    return accepted
 
 
 def test_so_many_are_under_way_and_the_others_follow_in_their_order(records: Make) -> None:
     queued = Queued(3)
-    assert add(queued.queue, records, 0, 5) == 5
-    assert add(queued.queue, records, 5, 9) == 4
+    assert add(queued, records, 0, 5) == 5
+    assert add(queued, records, 5, 9) == 4
     for ended in range(9):
         assert len(queued.under_way) == min(3, 9 - ended)
         assert len(queued.started) == min(3 + ended, 9)
@@ -261,7 +265,7 @@ def test_so_many_are_under_way_and_the_others_follow_in_their_order(records: Mak
 def test_a_tier_that_completes_at_once_gets_everything(records: Make) -> None:
     """More records than Python calls may be nested."""
     queued = Queued(1)
-    assert add(queued.queue, records, 0, 1500) == 1500
+    assert add(queued, records, 0, 1500) == 1500
     queued.at_once = True
     queued.end()
     assert queued.started == queued.done == [str(i) for i in range(1500)]
@@ -272,14 +276,14 @@ def test_what_waits_is_given_up_and_a_stuck_tier_takes_no_more(
 ) -> None:
     queued = Queued(2)
     queue = queued.queue
-    assert add(queue, records, 0, 6) == 6
+    assert add(queued, records, 0, 6) == 6
     assert not queue.stuck
-    assert [put.name for put in queue.cancel()] == ["2", "3", "4", "5"]
+    assert [job.name for job in queue.cancel()] == ["2", "3", "4", "5"]
     monkeypatch.setattr(writes, "STUCK_S", -1.0)
     assert queue.stuck
-    assert add(queue, records, 6, 8) == 0
+    assert add(queued, records, 6, 8) == 0
     queued.end()
-    assert add(queue, records, 8, 10) == 1, "one more than is under way"
+    assert add(queued, records, 8, 10) == 1, "one more than is under way"
     while queued.under_way:
         queued.end()
     assert not queue.stuck, "nothing is under way"

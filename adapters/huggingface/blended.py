@@ -282,7 +282,8 @@ class BlendedModel(OverCache):
         blended = blend(self.decoder, paged(kv), ids, plan, self.selection, auxiliary=self.auxiliary)
         kv.mark_filled(len(ids))
         reused = sum(span.stop - span.start for span in plan.spans)
-        self.cache.note_blend(reused, len(blended.selected), len(plan.computed))
+        with self.cache.tier_set.counting() as counts:
+            counts.blended(reused, len(blended.selected), len(plan.computed))
         return BlendedPrefill(
             logits=blended.logits,
             kv=kv,

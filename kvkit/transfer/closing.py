@@ -15,8 +15,8 @@ TIERS_S = 1.0
 """Seconds reserved for closing the tiers, at most a quarter of the total time."""
 
 
-def close(puts: WritePipeline, background: Sequence[Workers], timeout_s: float) -> None:
-    """Finish pending puts, end the threads and close the tiers, within `timeout_s` seconds in all.
+def close(writes: WritePipeline, background: Sequence[Workers], timeout_s: float) -> None:
+    """Finish pending writes, end the threads and close the tiers, within `timeout_s` seconds in all.
 
     Logs what is to be saved before waiting, in case the process is killed meanwhile, and at the end what was
     not saved.
@@ -28,21 +28,21 @@ def close(puts: WritePipeline, background: Sequence[Workers], timeout_s: float) 
     saved_by = until - min(TIERS_S, timeout_s / 4)
     why = f"after {timeout_s:.1f} s"
     try:
-        if left := puts.left():
-            log.info("close: saving %s; at most %.1f s", left, timeout_s)
+        if unsaved := writes.unsaved():
+            log.info("close: saving %s; at most %.1f s", unsaved, timeout_s)
         for workers in background:
             workers.close(0.0)  # stops them all from taking new jobs before waiting for any
         for workers in background:
             if not workers.close(_left_s(saved_by)):
                 log.warning("close: a job of %r has not ended and is abandoned", workers.name)
-        puts.outstanding.wait(_left_s(saved_by))
+        writes.outstanding.wait(_left_s(saved_by))
     except BaseException as error:  # a second signal: SIGKILL may follow
         until, why = time.monotonic(), f"before {type(error).__name__}"
         raise
     finally:
-        given_up = puts.close()
-        puts.tiers.close(_left_s(until))
-        if lost := given_up + puts.left():
+        cancelled = writes.close()
+        writes.tiers.close(_left_s(until))
+        if lost := cancelled + writes.unsaved():
             log.warning(
                 "close: not saved %s, and lost: %s; want a larger shutdown_timeout_s, or a faster tier",
                 why,

@@ -133,6 +133,12 @@ class Counts:
         if seconds > 0:
             self.bytes_per_second[key].add(size / seconds)
 
+    def blended(self, reused: int, selected: int, computed: int) -> None:
+        """Count the tokens of a blended prompt: reused, selected among those, and computed. Mutates."""
+        self.blend_reused_tokens += reused
+        self.blend_selected_tokens += selected
+        self.blend_computed_tokens += computed
+
     def copy(self) -> Counts:
         """Return an independent copy (about 30 µs); call under the owner's lock."""
         return Counts(**{f.name: _copy(getattr(self, f.name)) for f in fields(self)})

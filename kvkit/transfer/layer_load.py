@@ -18,12 +18,15 @@ from concurrent.futures import Future
 from kvkit.format import record
 from kvkit.kernels.pages.api import unpack
 from kvkit.kernels.pages.streams import marks
-from kvkit.staging import Lease, StagingTimeout, release_all
-from kvkit.transfer.layer_reads import LayeredRecord, LayerReads, LayersReads
+from kvkit.staging import StagingTimeout, release_all
+from kvkit.transfer import tier_calls
+from kvkit.transfer.layer_reads import LayeredRecord, LayerReads, LayersReads, WholeRead
 from kvkit.transfer.layers import Layer, layers_of
+from kvkit.transfer.lookup import nearest
 from kvkit.transfer.plan import clip
 from kvkit.transfer.policy import for_request
 from kvkit.transfer.sequence import Hit, Loaded, SequencePages
+from kvkit.transfer.tier_set import TierSet
 from kvkit.transfer.write_pipeline import WritePipeline
 from kvkit.workers import Workers
 
@@ -44,15 +47,20 @@ class LayerLoad:
     """
 
     def __init__(
-        self, puts: WritePipeline, readers: Mapping[str, Workers], hit: Hit, pages: Sequence[SequencePages]
+        self,
+        tiers: TierSet,
+        writes: WritePipeline,
+        readers: Mapping[str, Workers],
+        hit: Hit,
+        pages: Sequence[SequencePages],
     ) -> None:
-        self._puts = puts
-        self._tier_set = tiers = puts.tiers
+        self._writes = writes
+        self._tier_set = tiers
         self._staging = tiers.staging
         self._chunks = chunks = hit.chunks
         self._pages = pages
         self._after = marks(group.pages.device for group in pages)  # excludes the layers computed meanwhile
-        self._plan = plan = tiers.nearest(chunks, hit.plan)
+        self._plan = plan = nearest(tiers, chunks, hit.plan)
         self._count = plan.chunks
         self._records = [
             LayeredRecord(name, segment.tier)
@@ -148,7 +156,7 @@ class LayerLoad:
         layer by layer into slots that later layers reuse, and are not written back.
         """
         staging, tiers = self._staging, self._tier_set.tiers
-        kept = {s.tier for s in self._plan.segments if self._puts.is_written_back(s.tier)}
+        kept = {s.tier for s in self._plan.segments if self._writes.is_written_back(s.tier)}
         wanted = [
             entry
             for entry in self._entries(0, self._count)
@@ -163,18 +171,15 @@ class LayerLoad:
             leases = staging.acquire(slots, 0.0)
         except StagingTimeout:
             return
-        coming: dict[str, Future[None]] = {}
-        batches: dict[str, dict[str, Lease]] = {}
+        reads: dict[str, list[WholeRead]] = {}
         for entry, lease in zip(wanted, leases, strict=False):
             if not tiers[entry.tier].reads_parts:
                 entry.whole = True
-                entry.coming = coming[entry.name] = Future()
-                batches.setdefault(entry.tier, {})[entry.name] = lease
+                entry.coming = Future()
+                reads.setdefault(entry.tier, []).append(WholeRead(entry.name, lease, entry.coming))
             entry.lease = lease
-        for tier, batch in batches.items():
-            self._tier_set.get(
-                tier, list(batch), list(batch.values()), lambda name, error: coming[name].set_exception(error)
-            )
+        for tier, jobs in reads.items():
+            tier_calls.get(self._tier_set, tier, jobs)
 
     def _write_back(self) -> None:
         """Put the verified run into the write-back tiers, up to the first record without a slot."""
@@ -182,7 +187,7 @@ class LayerLoad:
         for chunk in range(self._count):
             entries = self._entries(chunk, chunk + 1)
             tier = entries[0].tier
-            if not self._puts.is_written_back(tier):
+            if not self._writes.is_written_back(tier):
                 continue
             shares = [entry.share() for entry in entries if entry.coming or not entry.whole]
             leases = [lease for lease in shares if lease is not None]
@@ -193,7 +198,7 @@ class LayerLoad:
                     assert entry.header is not None
                     record.write_framing(form, lease.buffer, entry.header)
                     lease.used = form.record_bytes
-                self._puts.write_back(tier, self._chunks, chunk, leases, targets)
+                self._writes.write_back(tier, self._chunks, chunk, leases, targets)
             finally:
                 release_all(leases)
 

@@ -23,6 +23,19 @@ LAYERS_AHEAD = 3
 """Layers that are read ahead while one is used."""
 
 
+@dataclass(frozen=True, slots=True)
+class WholeRead:
+    """The read of a whole record into its own slot; `coming` is done when it ends."""
+
+    name: str
+    lease: Lease
+    coming: Future[None]
+
+    def done(self, error: BaseException | None) -> None:
+        """End `coming`."""
+        self.coming.set_exception(error)
+
+
 @dataclass(eq=False, slots=True)
 class LayeredRecord:
     """One record of a layered load, and its own slot, if it has one.
@@ -91,7 +104,7 @@ class LayerReads(SegmentReads):
     ) -> None:
         super().__init__(tiers, chunks, segment)
         self.per_chunk = 1
-        self._meeting = None  # ranks share whole records only
+        self._exchange_tier = None  # ranks share whole records only
         self._layer = layer
         self._form = chunks.formats[layer.group]
         self._range = record.layer_range(self._form, layer.place)
@@ -119,7 +132,7 @@ class LayerReads(SegmentReads):
             if slot is None:
                 break
             number = chunk * self._chunks.groups + self._layer.group
-            reads.append(RecordRead(number, own or slot.share(), start, start + size))
+            reads.append(RecordRead(self, number, entry.name, own or slot.share(), start, start + size))
         release_all(leases)
         return reads
 
@@ -138,7 +151,7 @@ class LayerReads(SegmentReads):
                 self._read(read, share)
         except BaseException as caught:  # the load reports it
             error = caught
-        self._on_complete(read, error)
+        read.done(error)
 
     def _damage(self, read: RecordRead) -> None:
         """Find nothing: `_read` has verified the layer."""

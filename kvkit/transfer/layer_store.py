@@ -92,9 +92,9 @@ class LayerStore:
     """
 
     def __init__(
-        self, puts: WritePipeline, chunks: Chunks, pages: Sequence[SequencePages], targets: Sequence[str]
+        self, writes: WritePipeline, chunks: Chunks, pages: Sequence[SequencePages], targets: Sequence[str]
     ) -> None:
-        self._puts = puts
+        self._writes = writes
         self._chunks = chunks
         self._pages = pages
         self._targets = targets
@@ -112,8 +112,8 @@ class LayerStore:
         self._packer.layer(number)
 
     def __enter__(self) -> LayerStore:
-        tiers, groups = self._puts.tiers, self._chunks.groups
-        self._plan = plan = self._puts.plan(self._chunks, self._targets)
+        tiers, groups = self._writes.tiers, self._chunks.groups
+        self._plan = plan = self._writes.plan(self._chunks, self._targets)
         most = min((plan.stop - plan.start) * groups, tiers.staging.slots // groups * groups)
         leases: Sequence[Lease] = ()
         try:
@@ -132,7 +132,7 @@ class LayerStore:
             if kind is None and packer.leases and not packer.left:
                 packer.seal()
                 segments = self._plan.segments
-                stored = len(self._puts.put(segments, self._chunks, packer.numbers, packer.leases))
+                stored = len(self._writes.start(segments, self._chunks, packer.numbers, packer.leases))
         finally:
             release_all(packer.leases)
             packer.leases = ()

@@ -12,10 +12,12 @@ from kvkit.format.rope import Rotation
 from kvkit.kernels.pages.streams import CudaEvents
 from kvkit.staging import Lease, StagingTimeout, release_all
 from kvkit.transfer import plan as planning
+from kvkit.transfer.lookup import find, nearest, with_states
 from kvkit.transfer.plan import RetrievePlan, Segment
 from kvkit.transfer.policy import for_request
 from kvkit.transfer.read_pipeline import PlanReads, SegmentReads
 from kvkit.transfer.sequence import Chunks, Hit, Loaded, SequencePages, at_place, snapshot_places
+from kvkit.transfer.tier_set import TierSet
 from kvkit.transfer.write_backs import WriteBacks
 from kvkit.transfer.write_pipeline import WritePipeline
 from kvkit.workers import Stopped, Transfer
@@ -35,7 +37,8 @@ class Load:
         after: on a GPU, events to wait for before the pages may change; None: see `unpack`.
     """
 
-    puts: WritePipeline
+    tiers: TierSet
+    writes: WritePipeline
     hit: Hit
     pages: Sequence[SequencePages]
     rotate: Rotation | None = None
@@ -44,7 +47,6 @@ class Load:
     """True if reads leave capacity of the tiers to other requests: see `PlanReads`."""
 
     def __post_init__(self) -> None:
-        self.tiers = self.puts.tiers
         self._chunks = self.hit.chunks
         self._plan = self.hit.plan
         self._done = 0  # chunks
@@ -56,8 +58,8 @@ class Load:
     def run(self, transfer: Transfer[Any]) -> Loaded:
         """Load until the plan is complete or fails, or `transfer` is stopped. Mutates the pages."""
         # 1. records that are in host memory by now are taken from there
-        self._plan = self.tiers.nearest(self._chunks, self._plan)
-        with WriteBacks(self.puts, self._chunks, self._write_back_to()) as back:
+        self._plan = nearest(self.tiers, self._chunks, self._plan)
+        with WriteBacks(self.writes, self._chunks, self._write_back_to()) as back:
             while self._done < self._plan.chunks and not transfer.stopped:
                 # 2. the reads of all segments start, in order of need
                 segments = self._usable_segments()
@@ -78,9 +80,9 @@ class Load:
                                 back.hold(reads.tier, self._done, ready)
                         finally:
                             release_all(ready)
-                        taken = len(ready) // self._chunks.groups
-                        self._used = planning.extend(self._used, reads.tier, taken)
-                        self._done += taken
+                        count = len(ready) // self._chunks.groups
+                        self._used = planning.extend(self._used, reads.tier, count)
+                        self._done += count
                 finally:
                     reads.close()
                 # 6. missing records are looked up in other tiers
@@ -105,8 +107,9 @@ class Load:
         """Load the last available snapshot within the loaded run; return the chunks up to it."""
         for place in reversed(snapshot_places(self._states, self._done)):
             snapshot = self._chunks.snapshot(place)
-            hit = Hit(snapshot, self.tiers.find(snapshot, RetrievePlan(1)))
-            if Load(self.puts, hit, at_place(self._states, place), None, self.after).run(transfer).tokens:
+            hit = Hit(snapshot, find(self.tiers, snapshot, RetrievePlan(1)))
+            pages = at_place(self._states, place)
+            if Load(self.tiers, self.writes, hit, pages, None, self.after).run(transfer).tokens:
                 return place + 1
         return 0
 
@@ -129,9 +132,8 @@ class Load:
     def _seek_elsewhere(self, tier: str) -> None:
         """Plan the rest again, because `tier` does not have the next chunk."""
         self._bad.add((tier, self._done))
-        self._plan = self.tiers.find(
-            self._chunks, planning.clip(self._plan, self._done), self._bad, exact=self._exact
-        )
+        done = planning.clip(self._plan, self._done)
+        self._plan = find(self.tiers, self._chunks, done, self._bad, exact=self._exact)
 
     def _use(self, tier: str, first: int, leases: Sequence[Lease]) -> None:
         """Use validated records that `tier` delivered, from chunk `first` on."""
@@ -180,7 +182,7 @@ class BorrowLoad(Load):
         self.leases += [lease.share() for lease in leases]
 
 
-def prefetch(puts: WritePipeline, chunks: Chunks, transfer: Transfer[Any]) -> Hit:
+def prefetch(tiers: TierSet, writes: WritePipeline, chunks: Chunks, transfer: Transfer[Any]) -> Hit:
     """Copy records of `chunks` from other tiers to the in-memory tiers that are written back to.
 
     Without such a tier, records stay in slots (`Prefetched`). Only the chunks from the first to the last
@@ -189,18 +191,17 @@ def prefetch(puts: WritePipeline, chunks: Chunks, transfer: Transfer[Any]) -> Hi
     Returns:
         The hit that is available when all is in host memory or `transfer` is stopped.
     """
-    hit = _bring_near(puts, chunks, transfer)
-    plan = puts.with_states(chunks, hit.plan, 0.0)
+    hit = _bring_near(tiers, writes, chunks, transfer)
+    plan = with_states(tiers, chunks, hit.plan, 0.0)
     if chunks.states and plan.chunks:
-        _bring_near(puts, chunks.snapshot(plan.chunks - 1), transfer)
+        _bring_near(tiers, writes, chunks.snapshot(plan.chunks - 1), transfer)
     return Hit(chunks, plan)
 
 
-def _bring_near(puts: WritePipeline, chunks: Chunks, transfer: Transfer[Any]) -> Hit:
+def _bring_near(tiers: TierSet, writes: WritePipeline, chunks: Chunks, transfer: Transfer[Any]) -> Hit:
     """Run `prefetch` for the records of the chunks themselves, or for a snapshot."""
-    tiers = puts.tiers
     # 1. the segments outside host memory
-    found = puts.with_states(chunks, tiers.find(chunks, RetrievePlan(len(chunks))), 0.0)
+    found = with_states(tiers, chunks, find(tiers, chunks, RetrievePlan(len(chunks))), 0.0)
     near = [name for name, tier in tiers.tiers.items() if tier.near]
     far = [segment for segment in found.segments if segment.tier not in near]
     if not far:
@@ -213,26 +214,28 @@ def _bring_near(puts: WritePipeline, chunks: Chunks, transfer: Transfer[Any]) ->
     stop = min(stop, unwritten + kept)
     # 2. are read as for a load
     wanted = Hit(chunks.part(first, stop), planning.cut(found, first, stop))
-    loaded = PrefetchLoad(puts, wanted, (), keep_in_staging=keep_in_staging).run(transfer)
+    loaded = PrefetchLoad(tiers, writes, wanted, (), keep_in_staging=keep_in_staging).run(transfer)
     # 3. the hit ends where the load ended
     if loaded.tokens < wanted.tokens:
         found = planning.clip(found, first + loaded.tokens // chunks.chunk_tokens)
     if keep_in_staging:  # lookups do not see the slots: the hit keeps naming the records' tiers
         return Hit(chunks, found)
-    return Hit(chunks, tiers.find(chunks, RetrievePlan(found.chunks)))
+    return Hit(chunks, find(tiers, chunks, RetrievePlan(found.chunks)))
 
 
-def read_chunk(puts: WritePipeline, chunks: Chunks, chunk: int, transfer: Transfer[Any]) -> list[Lease]:
+def read_chunk(
+    tiers: TierSet, writes: WritePipeline, chunks: Chunks, chunk: int, transfer: Transfer[Any]
+) -> list[Lease]:
     """Read and verify the records of one chunk: a lease per layer group, for the caller to release.
 
     Empty if no tier holds the chunk exactly. The records are written back as those of a load are, to tiers
     that hold the chunk before them.
     """
     part, leases = chunks.part(chunk, chunk + 1), list[Lease]()
-    hit = Hit(part, puts.tiers.find(part, RetrievePlan(1), exact=1))
+    hit = Hit(part, find(tiers, part, RetrievePlan(1), exact=1))
     before = chunks.records(chunk - 1, chunk) if chunk else []
     try:
-        BorrowLoad(puts, hit, (), before=before, leases=leases).run(transfer)
+        BorrowLoad(tiers, writes, hit, (), before=before, leases=leases).run(transfer)
     except BaseException:
         release_all(leases)
         raise

@@ -17,7 +17,9 @@ import numpy.typing as npt
 from kvkit.format import record
 from kvkit.staging import Lease, StagingTimeout, release_all
 from kvkit.tiers.base import DamagedObject
+from kvkit.transfer import tier_calls
 from kvkit.transfer.plan import Segment
+from kvkit.transfer.policy import for_request
 from kvkit.transfer.sequence import Chunks
 from kvkit.transfer.tier_set import TierSet
 from kvkit.workers import Stopped
@@ -142,15 +144,18 @@ class RecordRead:
     Once `ended` or given up, later reports do not change it.
 
     Attributes:
+        reads: the reads of its segment.
         lent: the slot is the tier's or a prefetch's and holds the record, not verified yet.
         ended: the read succeeded or failed.
         error: why it failed.
         began: start time, on the monotonic clock.
         awaited: another rank reads the record.
-        left: the record was put into the exchange tier, or need not be.
+        exchanged: the record was put into the exchange tier, or need not be.
     """
 
+    reads: SegmentReads
     number: int
+    name: str
     lease: Lease
     start: int = 0
     stop: int | None = None
@@ -159,7 +164,11 @@ class RecordRead:
     error: BaseException | None = None
     began: float = 0.0
     awaited: bool = False
-    left: bool = False
+    exchanged: bool = False
+
+    def done(self, error: BaseException | None) -> None:
+        """Verify the record, unless the tier failed to read it, and wake the load."""
+        self.reads.report(self, error)
 
     @property
     def data(self) -> npt.NDArray[np.uint8]:
@@ -167,12 +176,23 @@ class RecordRead:
         return self.lease.array[self.start : self.stop]
 
 
+@dataclass(frozen=True, slots=True)
+class ExchangedRecord:
+    """A record that is put into the exchange tier for other ranks; nobody waits for it."""
+
+    name: str
+    lease: Lease
+
+    def done(self, error: BaseException | None) -> None:
+        """Ignore the report: the other ranks read the record themselves if it does not come."""
+
+
 class SegmentReads:
     """The records of one segment, in order. Used by one thread.
 
     The thread that reads a record also verifies it, so a load has little left to do after its last read.
 
-    If there is a `TierSet.exchange_tier`, ranks with equal KV share the reads: each rank reads every nth
+    If there is an `exchange_tier`, ranks with equal KV share the reads: each rank reads every nth
     chunk and puts it there for the others. If they are late, this rank reads their chunks and all later ones
     itself.
 
@@ -198,7 +218,7 @@ class SegmentReads:
         self.failed: str | None = None
         self._tiers = tiers
         self._chunks = chunks
-        self._meeting = tiers.exchange_tier(segment.tier, chunks)
+        self._exchange_tier = exchange_tier(tiers, segment.tier, chunks)
         self._slowest_s = 0.0  # the slowest read so far
         self._cancelled = False
         self._changed = threading.Condition()
@@ -227,7 +247,8 @@ class SegmentReads:
         self.in_flight.extend(reads)
         self.next += len(reads) // self.per_chunk
         missing = [read for read in reads if not (read.ended or read.awaited)]
-        self._start(missing)
+        if missing:
+            self._start(missing)
         return len(missing)
 
     def take_ready(self) -> list[RecordRead]:
@@ -249,6 +270,16 @@ class SegmentReads:
             ready.extend(chunk)
             self.first += 1
         return ready
+
+    def report(self, read: RecordRead, error: BaseException | None) -> None:
+        """Note the end of a read, after verifying the record; from any thread."""
+        if read.ended:  # it was given up, and its slot may be reused
+            return
+        error = error or self._damage(read)
+        with self._changed:
+            self._slowest_s = max(self._slowest_s, time.monotonic() - read.began)
+            read.error, read.ended = error, True
+            self._changed.notify()
 
     def cancel(self) -> None:
         """Make waiting and later calls of `fill` and `take_ready` fail; from any thread."""
@@ -274,12 +305,13 @@ class SegmentReads:
         names = self._chunks.records(self.next, self.next + wanted)
         numbers = range(self.next * self.per_chunk, self.stop * self.per_chunk)
         if lent := self._borrow(names):
-            return [RecordRead(*pair, lent=True, ended=True) for pair in zip(numbers, lent, strict=False)]
+            records = zip(numbers, names, lent, strict=False)
+            return [RecordRead(self, *each, lent=True, ended=True) for each in records]
         leases, now = self._acquire(len(names), self.per_chunk, wait), time.monotonic()
-        reads = [RecordRead(*pair, began=now) for pair in zip(numbers, leases, strict=False)]
+        reads = [RecordRead(self, *each, began=now) for each in zip(numbers, names, leases, strict=False)]
         for read in reads:
-            mine = self._tiers.owned_by_rank(self.tier, self._chunks, read.number // self.per_chunk)
-            read.awaited = self._meeting is not None and not mine
+            owned = self._tiers.owned_by_rank(self.tier, self._chunks, read.number // self.per_chunk)
+            read.awaited = self._exchange_tier is not None and not owned
         return reads
 
     def _acquire(self, at_most: int, at_least: int, wait: bool) -> list[Lease]:
@@ -301,76 +333,59 @@ class SegmentReads:
         return leases[:whole]
 
     def _start(self, reads: Sequence[RecordRead]) -> None:
-        """Request records from the tier."""
-        if not reads:
-            return
-        by_name = {self._chunks.names[read.number]: read for read in reads}
-        leases = [read.lease for read in reads]
-        self._tiers.get(
-            self.tier, list(by_name), leases, lambda name, error: self._on_complete(by_name[name], error)
-        )
+        """Request records, at least one, from the tier."""
+        tier_calls.get(self._tiers, self.tier, reads)
 
     def _exchange(self) -> None:
         """Share records with other ranks: put those read here, take theirs, and read late ones here."""
-        if self._meeting is None:
+        if self._exchange_tier is None:
             return
-        names = self._chunks.names
-        done = [read for read in self.in_flight if read.ended and not (read.error or read.left or read.lent)]
-        for read in done:
-            read.left = True
-        if done:
-            leases = [read.lease for read in done]
-            self._tiers.put(self._meeting, [names[r.number] for r in done], leases, lambda name, error: None)
+        new = [r for r in self.in_flight if r.ended and not (r.error or r.exchanged or r.lent)]
+        for read in new:
+            read.exchanged = True
+        if new:
+            records = [ExchangedRecord(read.name, read.lease) for read in new]
+            tier_calls.put(self._tiers, self._exchange_tier, records)
         awaited = [read for read in self.in_flight if read.awaited]
-        damaged = self._collect(self._meeting, awaited)
+        damaged = self._collect(self._exchange_tier, awaited)
         late = [read for read in awaited if read.awaited and read not in damaged]
         patience_s = max(EXCHANGE_WAIT_S, 2 * self._slowest_s)
         if late and not self.unread and time.monotonic() > late[0].began + patience_s:
-            self._meeting = None
+            self._exchange_tier = None
             damaged += late
         for read in damaged:
             read.awaited = False
-        self._start(damaged)
+        if damaged:
+            self._start(damaged)
 
-    def _collect(self, meeting: str, awaited: Sequence[RecordRead]) -> list[RecordRead]:
+    def _collect(self, source: str, awaited: Sequence[RecordRead]) -> list[RecordRead]:
         """Take `awaited` records that other ranks put; return the damaged ones."""
-        names, tier, damaged = self._chunks.names, self._tiers.tiers[meeting], list[RecordRead]()
+        tier, damaged = self._tiers.tiers[source], list[RecordRead]()
         try:
-            left = tier.match_prefix([names[read.number] for read in awaited])
+            run = tier.match_prefix([read.name for read in awaited])
         except OSError:  # the exchange tier fails: the wait for other ranks times out
             return []
-        for read in awaited[:left]:
-            lease = tier.borrow(names[read.number])
+        for read in awaited[:run]:
+            lease = tier.borrow(read.name)
             if lease is None:
                 break
             own, read.lease = read.lease, lease
             if (damage := self._damage(read)) is None:
-                read.awaited, read.ended, read.left = False, True, True
+                read.awaited, read.ended, read.exchanged = False, True, True
                 own.release()
             else:
                 read.lease = own
                 lease.release()
-                self._tiers.drop(meeting, names[read.number], damage.damage)
+                self._tiers.drop(source, read.name, damage.damage)
                 damaged.append(read)
         return damaged
-
-    def _on_complete(self, read: RecordRead, error: BaseException | None) -> None:
-        if read.ended:  # it was given up, and its slot may be reused
-            return
-        error = error or self._damage(read)
-        with self._changed:
-            self._slowest_s = max(self._slowest_s, time.monotonic() - read.began)
-            read.error, read.ended = error, True
-            self._changed.notify()
 
     def _damage(self, read: RecordRead) -> DamagedObject | None:
         """Verify a record; return what is wrong, or None."""
         chunk, group = divmod(read.number, self._chunks.groups)
         form, identity = self._chunks.formats[group], self._chunks.identity(chunk)
         damage = record.verify(form, read.lease.buffer[: read.lease.used], *identity)
-        return (
-            None if damage is None else DamagedObject(f"{self._chunks.names[read.number]}: {damage}", damage)
-        )
+        return None if damage is None else DamagedObject(f"{read.name}: {damage}", damage)
 
     def _wait(self, chunk: Sequence[RecordRead], deadline: float) -> None:
         """Wait for the records of a chunk; on failure, set `error` and `failed`."""
@@ -385,18 +400,32 @@ class SegmentReads:
             self._exchange()
             left_s = deadline - time.monotonic()
             with self._changed:
-                if self._changed.wait_for(over, left_s if self._meeting is None else min(left_s, POLL_S)):
+                if self._changed.wait_for(
+                    over, left_s if self._exchange_tier is None else min(left_s, POLL_S)
+                ):
                     break
             if time.monotonic() >= deadline:
                 break
         late = None
         for read in chunk:
             if read.error is not None:
-                self.failed, self.error = self._chunks.names[read.number], read.error
+                self.failed, self.error = read.name, read.error
                 return
             late = late or (None if read.ended else read)
         if late is not None:
-            name = self._chunks.names[late.number]
-            self.error = (
-                Stopped() if self._cancelled else TimeoutError(f"tier {self.tier!r}: {name} timed out")
-            )
+            timeout = TimeoutError(f"tier {self.tier!r}: {late.name} timed out")
+            self.error = Stopped() if self._cancelled else timeout
+
+
+def exchange_tier(tiers: TierSet, tier: str, chunks: Chunks) -> str | None:
+    """Return the tier where ranks with equal KV share their reads of `tier`; None: each reads everything.
+
+    It is in host memory, common to the ranks, exact, and written back to anyway.
+    """
+    far = tiers.tiers[tier]
+    if tiers.copies == 1 or far.near or not far.common or tier in tiers.approximate:
+        return None
+    targets = for_request(tiers.policy, chunks.policy).write_back_to
+    exact = [t for t in targets if t not in tiers.approximate]
+    common = (t for t in exact if tiers.tiers[t].near and tiers.tiers[t].common)
+    return next((t for t in common if not tiers.passed_over(t)), None)

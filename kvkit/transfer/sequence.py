@@ -178,6 +178,10 @@ class Chunks:
             self.states,
         )
 
+    def after(self, start: int) -> Chunks:
+        """Return the chunks from `start` on, as `part` does."""
+        return self.part(start, len(self))
+
     @property
     def snapshots(self) -> list[str]:
         """Names of the records of all possible snapshots, one per chunk and group of states."""

@@ -15,7 +15,7 @@ from kvkit.transfer.plan import Segment
 from kvkit.transfer.read_pipeline import MAX_IN_FLIGHT
 from kvkit.transfer.sequence import Chunks, SequencePages, at_place, clear_gaps, snapshot_places
 from kvkit.transfer.write_pipeline import WritePipeline
-from kvkit.workers import Stopped, Transfer
+from kvkit.workers import Stopped, Transfer, Workers
 
 log = logging.getLogger(__name__)
 
@@ -40,7 +40,7 @@ class Store:
         copy_first: copy all chunks before asking tiers outside this process what they lack.
     """
 
-    puts: WritePipeline
+    writes: WritePipeline
     chunks: Chunks
     pages: Sequence[SequencePages]
     targets: Sequence[str]
@@ -51,18 +51,18 @@ class Store:
     after: CudaEvents | None = None
 
     def __post_init__(self) -> None:
-        self.tiers = self.puts.tiers
-        chunks, mine = self.chunks, self.tiers.owned_by_rank
-        of_others = [i for i in range(len(chunks)) if not all(mine(t, chunks, i) for t in self.targets)]
+        self.tiers = self.writes.tiers
+        chunks, owns = self.chunks, self.tiers.owned_by_rank
+        of_others = [i for i in range(len(chunks)) if not all(owns(t, chunks, i) for t in self.targets)]
         others = [name for i in of_others for name in chunks.records(i, i + 1)]
-        pending_stores = self.puts.pending_stores
+        pending_stores = self.tiers.pending_stores
         self.pending = PendingStore(
             pending_stores, chunks.names, chunks.groups, self.on_stored, self.on_done, others=others
         )
         states = self.pages[chunks.groups :]
         self._snapshots = [
             Store(
-                self.puts,
+                self.writes,
                 chunks.snapshot(i),
                 at_place(states, i),
                 self.targets,
@@ -72,6 +72,16 @@ class Store:
             for i in snapshot_places(states, len(chunks))
         ]
 
+    def start(self, workers: Workers) -> Transfer[Stored]:
+        """Run the store in a thread of `workers`."""
+        try:
+            transfer = Transfer.start(workers, self.run)
+        except BaseException:
+            self.abort()
+            raise
+        transfer.add_done_callback(lambda done: self.abort() if done.cancelled() else None)
+        return transfer
+
     def abort(self) -> None:
         """End the pending store. Only for a store that is not run."""
         self.pending.close()
@@ -79,7 +89,7 @@ class Store:
             snapshot.abort()
 
     def run(self, transfer: Transfer[Stored]) -> Stored:
-        """Copy and put the chunks that a target lacks, until done or `transfer` is stopped."""
+        """Copy and write the chunks that a target lacks, until done or `transfer` is stopped."""
         chunks = self.chunks
         try:
             new = self._store(transfer)
@@ -95,34 +105,34 @@ class Store:
         return Stored(len(chunks) * chunks.chunk_tokens, new * chunks.chunk_tokens)
 
     def _store(self, transfer: Transfer[Stored]) -> int:
-        """Copy and put the chunks themselves; return how many a tier took."""
+        """Copy and write the chunks themselves; return how many a tier accepted."""
         tiers, chunks = self.tiers, self.chunks
         stored: set[int] = set()
         try:
             # 1. wait until the engine has computed the chunks
             self.ready()
-            # 2. ask targets what they lack; some are asked at their puts instead
+            # 2. ask targets what they lack; some are asked before they are written instead
             later = self._asked_later() if self.copy_first else []
-            lacking = self.puts.plan(chunks, [t for t in self.targets if t not in later]).segments
+            lacking = self.writes.plan(chunks, [t for t in self.targets if t not in later]).segments
             unknown = [Segment(t, 0, len(chunks)) for t in later]
-            left = self.puts.wanted([*lacking, *unknown], chunks, range(len(chunks)))
+            uncopied = self.writes.owned([*lacking, *unknown], chunks, range(len(chunks)))
             transfer.when_stopped(tiers.staging.wake)
-            while left and not transfer.stopped:
+            while uncopied and not transfer.stopped:
                 # 3. lease slots, as many as are free
-                leases = self._slots(left, transfer)
+                leases = self._slots(uncopied, transfer)
                 if not leases:
                     break
                 count = len(leases) // chunks.groups
-                numbers, left = left[:count], left[count:]
+                numbers, uncopied = uncopied[:count], uncopied[count:]
                 try:
                     # 4. pack and seal, unless the engine reclaimed its pages meanwhile
                     with transfer.pages:
                         if transfer.stopped:
                             break
                         pack_records(chunks, self.pages, numbers, leases, self.after)
-                    # 5. put
-                    stored |= self.puts.put(lacking, chunks, numbers, leases, self.pending)
-                    stored |= self.puts.put(unknown, chunks, numbers, leases, self.pending, asks=True)
+                    # 5. write
+                    stored |= self.writes.start(lacking, chunks, numbers, leases, self.pending)
+                    stored |= self.writes.start(unknown, chunks, numbers, leases, self.pending, asks=True)
                 finally:
                     release_all(leases)
             return len(stored)
@@ -134,10 +144,10 @@ class Store:
         tiers = self.tiers
         return [t for t in self.targets if not tiers.tiers[t].near and not tiers.passed_over(t)]
 
-    def _slots(self, left: Sequence[int], transfer: Transfer[Stored]) -> list[Lease]:
-        """Lease slots for as many of chunks `left` as possible; none if one chunk's do not come free."""
-        groups = self.chunks.groups
-        count = min(MAX_IN_FLIGHT, len(left)) * groups
+    def _slots(self, uncopied: Sequence[int], transfer: Transfer[Stored]) -> list[Lease]:
+        """Lease slots for as many of these chunks as possible; none if one chunk's do not come free."""
+        chunks, groups = self.chunks, self.chunks.groups
+        count = min(MAX_IN_FLIGHT, len(uncopied)) * groups
         try:
             return self.tiers.staging.acquire(
                 count, self.tiers.timeout_s, at_least=groups, stopped=lambda: transfer.stopped
@@ -146,7 +156,7 @@ class Store:
             return []
         except StagingTimeout as error:
             log.warning(
-                "store ended early, %d of %d chunks not stored: %s", len(left), len(self.chunks), error
+                "store ended early, %d of %d chunks not stored: %s", len(uncopied), len(chunks), error
             )
             return []
 

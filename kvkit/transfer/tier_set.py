@@ -5,24 +5,22 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, wait
 from contextlib import contextmanager
-from dataclasses import replace
 from functools import partial
 from itertools import islice
 from typing import TypeVar
 
 from kvkit.format.names import narrowed_name
 from kvkit.format.record import Damage
-from kvkit.staging import Lease, Staging, StagingTimeout
-from kvkit.tiers.base import DamagedObject, HeldListener, OnComplete, Tier, TierError, UnreadableObject
+from kvkit.staging import Staging, StagingTimeout
+from kvkit.tiers.base import DamagedObject, HeldListener, Tier, UnreadableObject
 from kvkit.tiers.eviction.policies import NORMAL
 from kvkit.tiers.health import Health, HealthState
-from kvkit.transfer import plan as planning
-from kvkit.transfer.counters import Counts, Direction
-from kvkit.transfer.plan import RetrievePlan
-from kvkit.transfer.policy import Policy, RequestPolicy, for_request
+from kvkit.transfer.counters import Counts
+from kvkit.transfer.pending_stores import PendingStores
+from kvkit.transfer.policy import Policy, RequestPolicy
 from kvkit.transfer.prefetched import Prefetched
 from kvkit.transfer.quarantine import Quarantine
 from kvkit.transfer.sequence import Chunks, Loaded
@@ -56,7 +54,10 @@ class TierSet:
     Attributes:
         approximate: names of the tiers with fewer bits.
         health: health by tier.
+        quarantine: records that could not be deleted.
         prefetched: records that prefetches left in slots.
+        pending_stores: records that are being stored.
+        reads_began: start time of each call of `Tier.get` in flight, by tier; guarded by `counting`.
     """
 
     def __init__(
@@ -77,19 +78,27 @@ class TierSet:
         self.timeout_s = timeout_s
         self.approximate = frozenset(n for n, tier in tiers.items() if tier.precision is not None)
         self.health = {name: Health() for name in tiers}
+        self.quarantine = Quarantine()
         self.prefetched = Prefetched(staging)
+        self.pending_stores = PendingStores()
+        self.reads_began: dict[str, dict[object, float]] = {n: {} for n in tiers}
         self._lock = threading.Lock()
         self._watched: dict[str, HeldListener] = {}
         self._counts = Counts()
-        self._quarantine = Quarantine()
-        self._gets: dict[str, dict[object, float]] = {n: {} for n in tiers}  # start times of those in flight
         far = [name for name, tier in tiers.items() if not tier.near]
         self._asking = {name: Workers(ASKING_THREADS, f"kvkit-ask-{name}") for name in far}
 
     def watch(self, tiers: Sequence[str], held_listener: TierHeldListener) -> bool:
-        """Call `Tier.watch` of `tiers`. Of a tier that does not report by itself, report its answers."""
+        """Report what `tiers` hold: now, and as records are put, found, evicted, dropped and deleted.
+
+        Of a tier that does not report by itself, its answers are reported.
+
+        Returns:
+            True if the reports cover all they hold: no other host uses these tiers. Otherwise existing
+                records may be left out, and a server's evictions are reported when a lookup or a read misses.
+        """
         self._watched = {name: partial(held_listener, name) for name in tiers}
-        return all([self.tiers[name].watch(told) for name, told in self._watched.items()])  # noqa: C419
+        return all([self.tiers[name].watch(listener) for name, listener in self._watched.items()])  # noqa: C419
 
     def owned_by_rank(self, tier: str, chunks: Chunks, number: int) -> bool:
         """Return whether this rank moves chunk `number` of `chunks` to and from a tier.
@@ -98,89 +107,23 @@ class TierSet:
         """
         return not self.tiers[tier].common or (chunks.first + number) % self.copies == self.copy
 
-    def exchange_tier(self, tier: str, chunks: Chunks) -> str | None:
-        """Return the tier where ranks with equal KV share their reads; None: each rank reads everything.
-
-        It is in host memory, common to the ranks, exact, and written back to anyway.
-        """
-        far = self.tiers[tier]
-        if self.copies == 1 or far.near or not far.common or tier in self.approximate:
-            return None
-        targets = for_request(self.policy, chunks.policy).write_back_to
-        exact = [t for t in targets if t not in self.approximate]
-        common = (t for t in exact if self.tiers[t].near and self.tiers[t].common)
-        return next((t for t in common if not self.passed_over(t)), None)
-
-    def find(
-        self,
-        chunks: Chunks,
-        plan: RetrievePlan,
-        bad: Collection[tuple[str, int]] = (),
-        tiers: Sequence[str] | None = None,
-        exact: int = 0,
-    ) -> RetrievePlan:
-        """Extend `plan` with what `tiers` (None: the policy's) hold, except for (tier, chunk) in `bad`.
-
-        The first `exact` chunks are not looked up in tiers with fewer bits.
-        """
-        known, sought = -1, for_request(self.policy, chunks.policy).retrieve_from if tiers is None else tiers
-        plan = replace(plan, approximate=self.approximate)
-        while known < plan.chunks < plan.wanted:
-            known = plan.chunks
-            for tier in planning.exact_first(sought, self.approximate):
-                start = plan.chunks
-                stop = min((c for t, c in bad if t == tier and c >= start), default=plan.wanted)
-                if start < exact and tier in self.approximate:
-                    break
-                if start < stop and self.usable(tier):
-                    run = self.ask(tier, chunks.records(start, stop)) // chunks.groups
-                    plan = planning.extend(plan, tier, run)
-        return plan
-
-    def nearest(self, chunks: Chunks, plan: RetrievePlan) -> RetrievePlan:
-        """Return `plan` with chunks that are in host memory by now taken from there. Asks no other tier."""
-        sought = for_request(self.policy, chunks.policy).retrieve_from
-        near = [name for name in sought if self.tiers[name].near and not self.passed_over(name)]
-        found = RetrievePlan(plan.chunks, approximate=self.approximate)
-        for segment in plan.segments:
-            if not near or self.tiers[segment.tier].near:
-                found = planning.extend(found, segment.tier, segment.stop - segment.start)
-                continue
-            for chunk in range(segment.start, segment.stop):
-                names = chunks.records(chunk, chunk + 1)
-                tier = next((name for name in near if self.ask(name, names) == len(names)), segment.tier)
-                found = planning.extend(found, tier, 1)
-        return found
-
     def storage_name(self, tier: str, name: str) -> str:
         """Return a record's name where records of all tiers are kept together."""
         precision = self.tiers[tier].precision
         return name if precision is None else narrowed_name(name, precision)
-
-    def trim_by_cost(self, plan: RetrievePlan, groups: int, first: int, compute_s: float) -> RetrievePlan:
-        """Return the part of `plan` that is faster to load than to compute, at the tiers' recent speeds.
-
-        The engine has `first` chunks and needs `compute_s` seconds per chunk of `groups` records. A tier
-        without recent reads counts as free of cost, so that it is tried again.
-        """
-        now = time.monotonic()
-        known = {tier: self.health[tier].record_s(now) for tier in plan.by_tier()}
-        load_s = {tier: seconds * groups for tier, seconds in known.items() if seconds is not None}
-        kept = planning.cheapest(planning.cut(plan, first, plan.chunks), load_s, compute_s).chunks
-        return plan if first >= plan.chunks else planning.clip(plan, first + kept)
 
     def ask(self, tier: str, names: Sequence[str]) -> int:
         """Count the leading `names` that the tier holds; 0 if it fails.
 
         Records in quarantine count as missing.
         """
-        sound = names[: self._quarantine.before(tier, names, time.monotonic())]
+        sound = names[: self.quarantine.before(tier, names, time.monotonic())]
         if not sound:
             self.health[tier].answered(time.monotonic())
             return 0
         run = self._number(tier, lambda asked: asked.match_prefix(sound))
-        self._answered(tier, sound[:run], True)
-        self._answered(tier, sound[run : run + 1], False)
+        self.notify(tier, sound[:run], True)
+        self.notify(tier, sound[run : run + 1], False)
         return run
 
     def bounded(self, name: str, call: Callable[[Tier], T], timeout_s: float | None = None) -> T:
@@ -198,20 +141,6 @@ class TierSet:
         finally:
             future.cancel()  # after a timeout: a call that has not begun need not run
 
-    def get(self, tier: str, names: Sequence[str], leases: Sequence[Lease], on_complete: OnComplete) -> None:
-        """Start reading records; `on_complete` gets exactly one report per name."""
-        self._move("get", tier, names, leases, on_complete)
-
-    def put(self, tier: str, names: Sequence[str], leases: Sequence[Lease], on_complete: OnComplete) -> None:
-        """Start writing records; `on_complete` gets exactly one report per name."""
-        now, sound = time.monotonic(), list(zip(names, leases, strict=True))
-        if self._quarantine.before(tier, names, now) < len(names):
-            sound = [(n, lease) for n, lease in sound if self._quarantine.before(tier, [n], now)]
-            for name in {*names} - dict(sound).keys():  # the tier would take the bad object for the record
-                on_complete(name, TierError(f"tier {tier!r}: {name} is in quarantine and cannot be replaced"))
-        if sound:
-            self._move("put", tier, [n for n, _ in sound], [lease for _, lease in sound], on_complete)
-
     def drop(self, tier: str, name: str, damage: Damage) -> None:
         """Delete a damaged record, so that it can be stored again.
 
@@ -222,10 +151,10 @@ class TierSet:
             counts.damaged[tier, damage] += 1
         try:
             self.bounded(tier, lambda asked: asked.delete([name]))
-            self._answered(tier, (name,), False)
+            self.notify(tier, (name,), False)
         except Exception as error:
             log.warning("tier %r: %s could not be deleted, and counts as a miss: %s", tier, name, error)
-            self._quarantine.add(tier, name, time.monotonic())
+            self.quarantine.add(tier, name, time.monotonic())
             if tier in self._watched:
                 self._watched[tier]((name,), False)
 
@@ -268,7 +197,7 @@ class TierSet:
         def delete(names: Sequence[str]) -> int:
             try:
                 step(lambda asked: asked.delete(names))
-                self._answered(tier, names, False)
+                self.notify(tier, names, False)
             except TimeoutError:
                 raise
             except OSError as error:
@@ -286,7 +215,7 @@ class TierSet:
             raise TimeoutError(
                 f"tier {tier!r}: not empty after {timeout_s} s; {removed} records are deleted"
             ) from error
-        self._quarantine.forget(tier, kept)
+        self.quarantine.forget(tier, kept)
         if kept:
             name, cause = next(iter(kept.items()))
             raise OSError(
@@ -327,6 +256,11 @@ class TierSet:
         for workers in self._asking.values():
             workers.close(0.0)
 
+    def notify(self, tier: str, names: Sequence[str], held: bool) -> None:
+        """Tell the listener of `watch` what a tier answered, if the tier does not report by itself."""
+        if tier in self._watched and not self.tiers[tier].tells:
+            self._watched[tier](names, held)
+
     def usable(self, tier: str) -> bool:
         """Return whether to ask a tier. After a pause of the circuit, one caller gets True and must ask."""
         return not self.passed_over(tier) and self.health[tier].usable(time.monotonic())
@@ -341,7 +275,7 @@ class TierSet:
         if state != "half-open":
             return state == "open"
         with self._lock:
-            oldest = min(self._gets[tier].values(), default=now)
+            oldest = min(self.reads_began[tier].values(), default=now)
         return now - oldest > self.timeout_s
 
     def failed(self, tier: str, error: BaseException) -> None:
@@ -382,11 +316,6 @@ class TierSet:
         now = time.monotonic()
         return {name: health.state(now) for name, health in self.health.items()}
 
-    def _answered(self, tier: str, names: Sequence[str], held: bool) -> None:
-        """Report an answer of a watched tier that does not report by itself."""
-        if tier in self._watched and not self.tiers[tier].tells:
-            self._watched[tier](names, held)
-
     def _number(self, tier: str, call: Callable[[Tier], int]) -> int:
         """Return a tier's answer; 0 if it fails."""
         try:
@@ -397,48 +326,3 @@ class TierSet:
             return 0
         self.health[tier].answered(time.monotonic())
         return number
-
-    def _move(
-        self,
-        direction: Direction,
-        tier: str,
-        names: Sequence[str],
-        leases: Sequence[Lease],
-        on_complete: OnComplete,
-    ) -> None:
-        """Call a tier's get or put; count the transfer before passing on its last report."""
-        # shares: when the tier reports, it has released its own, and another record may lie in the slot
-        shares = {name: lease.share() for name, lease in zip(names, leases, strict=True)}
-        began, size, call, reporting = time.monotonic(), 0, object(), threading.Lock()
-        if direction == "get":
-            with self._lock:
-                self._gets[tier][call] = began
-
-        def report(name: str, error: BaseException | None) -> None:
-            nonlocal size
-            with reporting:
-                share = shares.pop(name, None)
-                if share is None:  # reported before
-                    return
-                size += 0 if error is not None else share.used
-                last = not shares
-            share.release()
-            if (error is None and direction == "put") or isinstance(error, FileNotFoundError):
-                self._answered(tier, (name,), error is None)
-            if last:
-                now = time.monotonic()
-                with self.counting() as counts:
-                    self._gets[tier].pop(call, None)
-                    if size:
-                        counts.moved(tier, direction, size, now - began)
-                if size and direction == "get":
-                    self.health[tier].worked(now, (now - began) / len(names))
-            on_complete(name, error)
-
-        try:
-            asked = self.tiers[tier]
-            (asked.get if direction == "get" else asked.put)(names, leases, report)
-        except Exception as error:
-            log.exception("tier %r: %s failed", tier, direction)
-            for name in list(shares):
-                report(name, error)

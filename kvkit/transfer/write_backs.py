@@ -14,22 +14,22 @@ from kvkit.transfer.write_pipeline import WritePipeline
 class WriteBacks:
     """Records that one load writes back. Thread-safe.
 
-    A context manager that starts all held puts on exit. Held records occupy slots, so the puts start earlier
+    A context manager that starts all writes on exit. Held records occupy slots, so the writes start earlier
     if a caller waits for slots.
     """
 
-    def __init__(self, puts: WritePipeline, chunks: Chunks, targets: Sequence[str]) -> None:
-        self._staging = puts.tiers.staging
-        self._puts = puts
+    def __init__(self, writes: WritePipeline, chunks: Chunks, targets: Sequence[str]) -> None:
+        self._staging = writes.tiers.staging
+        self._writes = writes
         self._chunks = chunks
         self._targets = targets
         self._held: deque[tuple[str, int, list[Lease]]] = deque()
-        # reentrant: a tier may lease a slot for a put, which calls `_reclaim` again
+        # reentrant: a tier may lease a slot for a record, which calls `_reclaim` again
         self._lock = threading.RLock()
 
     def hold(self, tier: str, first: int, leases: Sequence[Lease]) -> None:
         """Hold a share of validated records of `tier`, from chunk `first` on, if they are written back."""
-        if not self._puts.is_written_back(tier):
+        if not self._writes.is_written_back(tier):
             return
         with self._lock:
             self._held.append((tier, first, [lease.share() for lease in leases]))
@@ -37,12 +37,12 @@ class WriteBacks:
             self.start()
 
     def start(self) -> None:
-        """Start the puts of the held records."""
+        """Start writing the held records."""
         with self._lock:
             while self._held:
                 tier, first, leases = self._held.popleft()
                 try:
-                    self._puts.write_back(tier, self._chunks, first, leases, self._targets)
+                    self._writes.write_back(tier, self._chunks, first, leases, self._targets)
                 finally:
                     release_all(leases)
 

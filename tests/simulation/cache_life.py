@@ -130,7 +130,7 @@ class CacheLife:
         self.check = world.scheduler.check
         kernels = SimulatedKernels(world.scheduler)
         world.instead |= {
-            ("kvkit.cache", "_warm_up"): lambda: None,
+            ("kvkit.cache", "warm_up_cpu"): lambda: None,
             ("kvkit.format.arrays", "metadata"): lambda *_: b"{}",  # Zarr has threads of its own
             ("kvkit.transfer.store", "pack"): kernels.pack,
             ("kvkit.transfer.layer_store", "pack"): kernels.pack,
@@ -177,7 +177,7 @@ class CacheLife:
         policy = Policy(sought, stored, back)
         limits = {"timeout_s": TIMEOUT_S, "shutdown_timeout_s": SHUTDOWN_S}
         self.cache = Cache(self.layout, self.spaces[0], tiers, staging=self.staging, policy=policy, **limits)
-        self.cache.watch(names, self.hear)
+        self.cache.tier_set.watch(names, self.hear)
         self.scheduler.observe = self.look
 
     def hear(self, tier: str, names: Sequence[str], held: bool) -> None:
@@ -220,7 +220,7 @@ class CacheLife:
             held, known = len(memory._leases), len(memory._state.entries)
             self.check(held <= memory.slots, "memory holds {} of {} slots", held, memory.slots)
             self.check(held == known, "memory holds {} slots and knows of {}", held, known)
-        prefetched: Any = self.cache._all_puts.tiers.prefetched
+        prefetched: Any = self.cache._all_writes.tiers.prefetched
         kept = len(prefetched._leases)
         self.check(kept <= prefetched.slots, "prefetches keep {} of {} slots", kept, prefetched.slots)
 
@@ -265,22 +265,23 @@ class CacheLife:
 
     def settled(self) -> None:
         """Nothing is under way any more, and whoever was told knows what is held."""
-        puts: Any = self.cache._all_puts
-        self.check(not puts.outstanding.count, "{} puts never end", puts.outstanding.count)
-        self.check(not puts.pending_stores._makers, "pending for ever: {}", puts.pending_stores._makers)
-        for tier, queue in puts._queues.items():
+        writes: Any = self.cache._all_writes
+        tiers: Any = writes.tiers
+        self.check(not writes.outstanding.count, "{} puts never end", writes.outstanding.count)
+        self.check(not tiers.pending_stores._makers, "pending for ever: {}", tiers.pending_stores._makers)
+        for tier, queue in writes._queues.items():
             left = queue._under_way, len(queue._waiting)
             self.check(left == (0, 0), "puts into {}: {} under way, {} wait", tier, *left)
-        reads = {tier: len(gets) for tier, gets in puts.tiers._gets.items() if gets}
+        reads = {tier: len(gets) for tier, gets in tiers.reads_began.items() if gets}
         self.check(not reads, "reads never end: {}", reads)
         for name, lease in {} if self.memory is None else dict(self.memory._leases).items():
             self.expect(name, lease.buffer)
-        kept = len(puts.tiers.prefetched._leases)
+        kept = len(tiers.prefetched._leases)
         held = 0 if self.memory is None else sum(1 for _ in self.memory.scan())
         want = self.staging.slots - held - kept
         self.check(self.staging.free == want, "{} slots are free, {} should be", self.staging.free, want)
         for name, tier in self.cache.tiers.items():
-            shunned = puts.tiers._quarantine._until  # what could not be deleted is said to be gone
+            shunned = tiers.quarantine._until  # what could not be deleted is said to be gone
             there = {record for record, _ in tier.scan() if (name, record) not in shunned}
             told = {record for (of, record), held in self.told.items() if held and of == name}
             self.check(there <= told, "{} holds {}, which nobody was told", name, sorted(there - told))

@@ -4,16 +4,13 @@ from __future__ import annotations
 
 from simulation.mutant import Mutant
 
-STAGING, WORKERS = "kvkit/staging.py", "kvkit/workers.py"
-PUTS, PROMISES, READS = (
-    "kvkit/transfer/write_pipeline.py",
-    "kvkit/transfer/pending_stores.py",
-    "kvkit/transfer/read_pipeline.py",
-)
-TIERS, STORE, LOAD = "kvkit/transfer/tier_set.py", "kvkit/transfer/store.py", "kvkit/transfer/load.py"
+STAGING, WORKERS, PROMISES = "kvkit/staging.py", "kvkit/workers.py", "kvkit/transfer/pending_stores.py"
+READS, WRITES = "kvkit/transfer/read_pipeline.py", "kvkit/transfer/write_pipeline.py"
+TIERS, CALLS = "kvkit/transfer/tier_set.py", "kvkit/transfer/tier_calls.py"
+LOOKUP, STORE, LOAD = "kvkit/transfer/lookup.py", "kvkit/transfer/store.py", "kvkit/transfer/load.py"
 PREFETCHED, BACK = "kvkit/transfer/prefetched.py", "kvkit/transfer/write_backs.py"
 MEMORY, STORE_INDEX, BASE = "kvkit/tiers/memory.py", "kvkit/tiers/store_index.py", "kvkit/tiers/base.py"
-HEALTH, CACHE, LAYERS = "kvkit/tiers/health.py", "kvkit/cache.py", "kvkit/transfer/layer_reads.py"
+HEALTH, LAYERS = "kvkit/tiers/health.py", "kvkit/transfer/layer_reads.py"
 CLOSING = "kvkit/transfer/closing.py"
 
 CACHE_MUTANTS = (
@@ -34,7 +31,7 @@ CACHE_MUTANTS = (
     ),
     Mutant(
         "puts that end are counted without the lock",
-        PUTS,
+        WRITES,
         """\
         with self._lock:
             self._under_way -= 1
@@ -62,23 +59,25 @@ CACHE_MUTANTS = (
     ),
     Mutant(
         "a record that is reported twice is counted twice: two threads find it not reported yet",
-        TIERS,
+        CALLS,
         """\
-            with reporting:
-                share = shares.pop(name, None)
-                if share is None:  # reported before
-                    return
-                size += 0 if error is not None else share.used
-                last = not shares
+        with self._lock:
+            unreported = self._unreported.pop(name, None)
+            if unreported is None:  # reported before
+                return
+            job, share = unreported
+            self._bytes += 0 if error is not None else share.used
+            last = not self._unreported
 """,
         """\
-            with reporting:
-                share = shares.get(name)
-                if share is None:  # reported before
-                    return
-                size += 0 if error is not None else share.used
-                last = len(shares) == 1
-            shares.pop(name)
+        with self._lock:
+            unreported = self._unreported.get(name)
+            if unreported is None:  # reported before
+                return
+            job, share = unreported
+            self._bytes += 0 if error is not None else share.used
+            last = len(self._unreported) == 1
+        self._unreported.pop(name)
 """,
     ),
     # notifications
@@ -116,13 +115,13 @@ CACHE_MUTANTS = (
     ),
     Mutant(
         "a flush does not hear of the last put",
-        PUTS,
+        WRITES,
         """\
-                del self._left[start]
+                del self._unreported[start]
                 self._changed.notify_all()
 """,
         """\
-                del self._left[start]
+                del self._unreported[start]
 """,
     ),
     Mutant(
@@ -161,8 +160,8 @@ CACHE_MUTANTS = (
     Mutant(
         "a load waits for its records without a deadline",
         READS,
-        "left_s if self._meeting is None else min(left_s, POLL_S)",
-        "None if self._meeting is None else min(left_s, POLL_S)",
+        "left_s if self._exchange_tier is None else min(left_s, POLL_S)",
+        "None if self._exchange_tier is None else min(left_s, POLL_S)",
     ),
     Mutant(
         "a question to a tier has no deadline",
@@ -206,27 +205,27 @@ CACHE_MUTANTS = (
     ),
     Mutant(
         "a put that waits has no share of its slot",
-        PUTS,
+        WRITES,
         """\
-                put.lease = put.lease.share()
+                job.lease = job.lease.share()
             self._waiting""",
         """\
-                put.lease = put.lease
+                job.lease = job.lease
             self._waiting""",
     ),
     Mutant(
         "puts that are asked for later forget their slots where the tier fails",
-        PUTS,
+        WRITES,
         """\
             finally:
-                release_all(held)
+                release_all(shares)
 
         try:
             self._offering""",
         """\
             finally:
-                if run < len(puts):
-                    release_all(held)
+                if run < len(jobs):
+                    release_all(shares)
 
         try:
             self._offering""",
@@ -316,27 +315,27 @@ CACHE_MUTANTS = (
     ),
     Mutant(
         "what is promised is asked after the tiers: what ended in between is missed",
-        PUTS,
+        LOOKUP,
         """\
-        pending = self.pending_stores.among(chunks.names)  # before asking tiers: they have what ends since
-        plan = self.tiers.find(chunks, RetrievePlan(len(chunks)), tiers=tiers)
+    pending = tiers.pending_stores.among(chunks.names)  # before asking tiers: they have what ends since
+    plan = find(tiers, chunks, RetrievePlan(len(chunks)), sought=sought)
 """,
         """\
-        plan = self.tiers.find(chunks, RetrievePlan(len(chunks)), tiers=tiers)
-        pending = self.pending_stores.among(chunks.names)
+    plan = find(tiers, chunks, RetrievePlan(len(chunks)), sought=sought)
+    pending = tiers.pending_stores.among(chunks.names)
 """,
     ),
     # queues, circuits, ends
     Mutant(
         "who starts puts does not look again for those that came meanwhile",
-        PUTS,
+        WRITES,
         """\
-                if not puts:
+                if not jobs:
                     self._starting = False
                     return
 """,
         """\
-                if not puts:
+                if not jobs:
                     break
 """,
     ),
@@ -374,9 +373,9 @@ CACHE_MUTANTS = (
     ),
     Mutant(
         "a store that is called off never says that it is done",
-        CACHE,
+        STORE,
         """\
-        transfer.add_done_callback(lambda done: store.abort() if done.cancelled() else None)
+        transfer.add_done_callback(lambda done: self.abort() if done.cancelled() else None)
 """,
         "",
     ),

@@ -248,7 +248,8 @@ class BlendExecutor(Capability):
         """Return the result of a completed blend; note its tokens and its speed."""
         plan, spent = completion.plan, completion.seconds
         reused, computed = int(plan.reused.sum()), len(plan.computed)
-        self._context.cache.note_blend(reused, len(selected), computed)
+        with self._context.cache.tier_set.counting() as counts:
+            counts.blended(reused, len(selected), computed)
         if self.last is not None:  # the first one includes the engine's warm-up
             self._context.row_speed.note(computed + len(selected), sum(spent.values()))
         return BlendDone(
