@@ -19,7 +19,7 @@ from vllm_rank import BLOCK, BLOCKS, CHUNK, DEADLINE_S, IDS, OTHER, TABLE, Pair,
 from waiting import wait_for
 
 from kvkit.adapters.engine.lookup_request import LookupAnswer, LookupRequest, Lora, Sequence
-from kvkit.adapters.vllm.handoff.sends import SendExecutor
+from kvkit.adapters.vllm.handoff.send_executor import SendExecutor
 from kvkit.adapters.vllm.step import LoadTask, SaveTask, SendTask, StepMetadata
 from kvkit.handoff.protocol.states import Phase
 from kvkit.staging import Lease, release_all

@@ -20,7 +20,7 @@ from waiting import wait_for
 from kvkit.adapters.engine.lookup_request import LookupRequest, Lora, Sequence, TokenIds
 from kvkit.adapters.vllm.loras import Loras
 from kvkit.adapters.vllm.step import LoadTask, PrefetchTask, SaveTask
-from kvkit.adapters.vllm.tiers.prefetching import PrefetchExecutor
+from kvkit.adapters.vllm.tiers.prefetch_executor import PrefetchExecutor
 from kvkit.tiers.testing.faulty import Fault
 from kvkit.transfer.sequence import UnknownModel
 from kvkit.workers import Transfer
@@ -355,7 +355,7 @@ def test_pages_come_free_before_a_tier_says_what_it_lacks(hasty: Rank) -> None:
 
 
 def test_saves_wait_for_the_forward_however_long(hasty: Rank, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("kvkit.adapters.vllm.tiers.saves.SAVE_WAIT_S", 0.0)
+    monkeypatch.setattr("kvkit.adapters.vllm.tiers.save_executor.SAVE_WAIT_S", 0.0)
     hasty.worker._saves._wait_s = 0.0
     forward, settling = threading.Event(), threading.Event()
 

@@ -18,16 +18,16 @@ from kvkit.adapters.vllm.blending.choosing import PagesOfLayers
 from kvkit.adapters.vllm.blending.executor import BlendExecutor
 from kvkit.adapters.vllm.blending.placing import Placing
 from kvkit.adapters.vllm.capability import Capability, FinishedRequests, WorkerContext
-from kvkit.adapters.vllm.handoff.sends import SendExecutor
+from kvkit.adapters.vllm.handoff.send_executor import SendExecutor
 from kvkit.adapters.vllm.loras import Loras
 from kvkit.adapters.vllm.namespaces import Namespaces
 from kvkit.adapters.vllm.pages import GroupPages, has_windows
 from kvkit.adapters.vllm.settings import Settings
 from kvkit.adapters.vllm.step import StepMetadata, WorkerReport
 from kvkit.adapters.vllm.tier_reports import TierReports
-from kvkit.adapters.vllm.tiers.loads import LoadExecutor
-from kvkit.adapters.vllm.tiers.prefetching import PrefetchExecutor
-from kvkit.adapters.vllm.tiers.saves import SaveExecutor
+from kvkit.adapters.vllm.tiers.load_executor import LoadExecutor
+from kvkit.adapters.vllm.tiers.prefetch_executor import PrefetchExecutor
+from kvkit.adapters.vllm.tiers.save_executor import SaveExecutor
 from kvkit.cache import Cache
 from kvkit.config import Config, open_cache
 from kvkit.format.layout import KVLayout, Namespace
