@@ -17,8 +17,8 @@ from typing import Any
 
 import torch
 
+from kvkit.kernels.pages.device import WAYS, way_entry
 from kvkit.kernels.pages.way_problems import WAY_SPECS, WaySpec, way_problem
-from kvkit.kernels.pages.ways import WAYS, entry
 from kvkit.kernels.tuning.configs import Runnable
 
 WINDOW_S = 0.1
@@ -47,7 +47,7 @@ def grids(device: torch.device, seconds: float) -> Iterator[dict[str, Any]]:
         for way in GRIDS:
             if time.monotonic() >= ends:
                 return
-            yield _named(spec, way) | _beside(device, multiply, case.launches(entry(way)), spec)
+            yield _named(spec, way) | _beside(device, multiply, case.launches(way_entry(way)), spec)
 
 
 def pieces(device: torch.device, seconds: float) -> Iterator[dict[str, Any]]:
@@ -61,7 +61,7 @@ def pieces(device: torch.device, seconds: float) -> Iterator[dict[str, Any]]:
             return
         spec = _sized(spec, device)
         case = way_problem(spec).make(device, True)
-        launches = {way: case.launches(entry(way)) for way in WAYS}
+        launches = {way: case.launches(way_entry(way)) for way in WAYS}
         times: dict[int, list[float]] = {way: [] for way in WAYS}
         for turn in range(11 if device.type == "cuda" else 2):
             for way, each in launches.items():

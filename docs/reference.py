@@ -73,7 +73,6 @@ API = (
     "kernels.pages.api",
     "kernels.pages.memory",
     "kernels.pages.reference",
-    "kernels.pages.quantised",
     "kernels.pages.jax",
     "kernels.attention.api",
     "kernels.attention.rows",

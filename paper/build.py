@@ -18,7 +18,7 @@ import typst
 from benchmarks import leaderboard
 from kvkit.blend import gate, plan
 from kvkit.format import names, record
-from kvkit.kernels.pages.quantised import LARGEST
+from kvkit.kernels.pages.reference import LARGEST
 from kvkit.lab.demo import conversation as demo
 from kvkit.tiers import health
 from kvkit.transfer import precision

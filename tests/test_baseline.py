@@ -11,7 +11,7 @@ import pytest
 
 from kvkit.kernels.tuning.assembly import Compiled
 from kvkit.kernels.tuning.cases import Work
-from kvkit.lab.compiling.baseline import known_of, regressions, write
+from kvkit.lab.compiling.gate import known_of, regressions, write
 from kvkit.lab.compiling.prediction import RATES, Rates, predict
 
 COPY = Compiled(40, 0, 0, 8, 8, 8, 8, 0, 200, 0, 0, 8)

@@ -19,8 +19,7 @@ from kvkit.format.rope import Rotation
 from kvkit.kernels.checks import LaunchError
 from kvkit.kernels.pages import device, streams
 from kvkit.kernels.pages.checks import Turns
-from kvkit.kernels.pages.device import Copies, DeviceMove, Pages, turns_of
-from kvkit.kernels.pages.ways import COPY_ENGINE, KERNEL
+from kvkit.kernels.pages.device import COPY_ENGINE, KERNEL, Copies, DeviceMove, Pages, turns_of
 from kvkit.kernels.tuning.configs import Launch
 
 GPU = torch.device("cuda", 1)

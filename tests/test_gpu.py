@@ -24,8 +24,8 @@ from kvkit.kernels.checks import LaunchError
 from kvkit.kernels.pages import device as device_moves
 from kvkit.kernels.pages import streams
 from kvkit.kernels.pages.api import Pages, pack, unpack
+from kvkit.kernels.pages.device import WAYS, way_entry
 from kvkit.kernels.pages.way_problems import WAY_SPECS, way_problem
-from kvkit.kernels.pages.ways import WAYS, entry
 from kvkit.staging import Staging
 
 pytestmark = pytest.mark.skipif(
@@ -172,7 +172,7 @@ def test_every_way_moves_the_same_bytes(way: int, to_records: bool) -> None:
     for spec in (spec for spec in WAY_SPECS if spec.to_records == to_records):
         case = way_problem(replace(spec, records=min(spec.records, 4))).make(torch.device("cuda", 0), True)
         case.poison()
-        case.run(entry(way))
+        case.run(way_entry(way))
         torch.cuda.synchronize()
         assert case.fault() == "", spec
 

@@ -16,9 +16,18 @@ from hypothesis import strategies as st
 
 from kvkit.environment import slug_of
 from kvkit.kernels.pages import device
-from kvkit.kernels.pages.device import Copies, best_way, steps
+from kvkit.kernels.pages.device import (
+    COPY_ENGINE,
+    KERNEL,
+    WAYS,
+    Copies,
+    best_way,
+    steps,
+    untuned_way,
+    way_bucket,
+    way_entry,
+)
 from kvkit.kernels.pages.way_problems import WAY_SPECS, way_problem
-from kvkit.kernels.pages.ways import COPY_ENGINE, KERNEL, WAYS, entry, untuned, way_bucket
 from kvkit.kernels.tuning import tables
 from kvkit.kernels.tuning.cases import Problem
 from kvkit.kernels.tuning.configs import Launch
@@ -50,7 +59,7 @@ def gpu(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[str]:
     ],
 )
 def test_few_or_large_records_are_the_copy_engines(record_bytes: int, records: int, way: int) -> None:
-    assert untuned(record_bytes, records) == way
+    assert untuned_way(record_bytes, records) == way
 
 
 @given(st.integers(1, 1 << 40), st.integers(1, 1 << 20), st.booleans())
@@ -60,7 +69,7 @@ def test_buckets_round_up(record_bytes: int, records: int, to_records: bool) -> 
         assert size <= rounded < 2 * size
     assert bucket == way_bucket(*bucket.sizes, to_records)
     assert bucket.op != way_bucket(record_bytes, records, not to_records).op
-    assert untuned(record_bytes, records) in WAYS
+    assert untuned_way(record_bytes, records) in WAYS
 
 
 def test_ways_differ() -> None:
@@ -73,16 +82,16 @@ def test_ways_differ() -> None:
 def test_a_tuned_way_is_taken_for_its_direction_and_about_its_size(gpu: str, tmp_path: Path) -> None:
     slow = WAYS[-1]
     key = TunedKey(way_bucket(1 << 20, 8, True), build_of(steps, False))
-    write_table(tmp_path / f"{slug_of(gpu)}.json", gpu, {key: Tuned(entry(slow), 1.0, 2.0)})
+    write_table(tmp_path / f"{slug_of(gpu)}.json", gpu, {key: Tuned(way_entry(slow), 1.0, 2.0)})
     assert best_way(1 << 20, 8, True) == slow
     assert best_way((1 << 20) - 1, 7, True) == slow, "the same bucket"
     assert best_way(2 << 20, 4, True) == slow, "the nearest"
-    assert best_way(1 << 20, 8, False) == untuned(1 << 20, 8) == COPY_ENGINE
+    assert best_way(1 << 20, 8, False) == untuned_way(1 << 20, 8) == COPY_ENGINE
 
 
 def test_a_way_that_is_no_more_is_passed_over(gpu: str, tmp_path: Path) -> None:
     key = TunedKey(way_bucket(1024, 64, True), build_of(steps, False))
-    write_table(tmp_path / f"{slug_of(gpu)}.json", gpu, {key: Tuned(entry(7), 1.0, 2.0)})
+    write_table(tmp_path / f"{slug_of(gpu)}.json", gpu, {key: Tuned(way_entry(7), 1.0, 2.0)})
     assert best_way(1024, 64, True) == KERNEL
 
 
@@ -98,13 +107,13 @@ def test_every_way_moves_the_same_bytes(to_records: bool, monkeypatch: pytest.Mo
     problem = small(to_records)
     monkeypatch.setattr("kvkit.kernels.pages.way_problems.BUFFER_BYTES", 2 * 2048)
     case = problem.make(CPU, True)
-    assert set(problem.space) == set(map(entry, WAYS))
+    assert set(problem.space) == set(map(way_entry, WAYS))
     for way in WAYS:
         case.poison()
         assert case.fault(), "what was never written passes"
-        case.run(entry(way))
+        case.run(way_entry(way))
         assert case.fault() == ""
-        launches = case.launches(entry(way))
+        launches = case.launches(way_entry(way))
         kernels = [launch for launch in launches if isinstance(launch, Launch)]
         copies = sum(len(launch.pairs) for launch in launches if isinstance(launch, Copies))
         if way:
@@ -118,8 +127,8 @@ def test_problems_stand_for_what_is_asked_for() -> None:
     """The default first; the bucket is that which a move of this size looks up."""
     for spec in WAY_SPECS:
         problem = way_problem(spec)
-        assert problem.space[0] == entry(untuned(spec.record_bytes, spec.records))
-        assert set(problem.space) == set(map(entry, WAYS))
+        assert problem.space[0] == way_entry(untuned_way(spec.record_bytes, spec.records))
+        assert set(problem.space) == set(map(way_entry, WAYS))
         assert problem.bucket == way_bucket(spec.record_bytes, spec.records, spec.to_records)
         assert problem.kernel is device.steps
 

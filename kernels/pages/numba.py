@@ -20,7 +20,7 @@ from kvkit.format.layout import LayerGroup
 from kvkit.kernels.caches import compiled
 from kvkit.kernels.pages.checks import Turns
 from kvkit.kernels.pages.memory import Pages
-from kvkit.kernels.pages.quantised import SMALLEST_AMAX
+from kvkit.kernels.pages.reference import SMALLEST_AMAX
 from kvkit.kernels.tuning.configs import KernelConfig, ProblemBucket, host_config
 from kvkit.kernels.tuning.tables import best
 

@@ -11,9 +11,17 @@ import torch
 
 from kvkit.format.layout import LayerGroup
 from kvkit.kernels.pages import reference, streams
-from kvkit.kernels.pages.device import BUFFER_BYTES, DeviceMove, best_way, steps
+from kvkit.kernels.pages.device import (
+    BUFFER_BYTES,
+    WAYS,
+    DeviceMove,
+    best_way,
+    steps,
+    untuned_way,
+    way_bucket,
+    way_entry,
+)
 from kvkit.kernels.pages.memory import Pages
-from kvkit.kernels.pages.ways import WAYS, entry, untuned, way_bucket
 from kvkit.kernels.tuning.cases import POISON, Case, Problem, Work, different, fill
 from kvkit.kernels.tuning.configs import KernelConfig, Runnable
 
@@ -59,13 +67,13 @@ def way_problems() -> Iterator[Problem]:
 def way_problem(spec: WaySpec) -> Problem:
     """Make a problem. Configurations differ only in how records move, so none of it is gated."""
     bucket = way_bucket(spec.record_bytes, spec.records, spec.to_records)
-    default = untuned(spec.record_bytes, spec.records)
+    default = untuned_way(spec.record_bytes, spec.records)
     moved = 2 * spec.records * spec.record_bytes
     return Problem(
         name=f"{bucket.op}, {spec.records} of {spec.record_bytes >> 10} KiB",
         bucket=bucket,
         kernel=steps,
-        space=tuple(map(entry, dict.fromkeys((default, *WAYS)))),
+        space=tuple(map(way_entry, dict.fromkeys((default, *WAYS)))),
         make=partial(_case, spec),
         work=lambda config: Work(moved),
         gated=False,
@@ -88,7 +96,7 @@ def _case(spec: WaySpec, device: torch.device, filled: bool) -> Case:
             fill(tensor)
 
     def launches(config: KernelConfig | None) -> tuple[Runnable, ...]:
-        config = config or entry(best_way(spec.record_bytes, spec.records, spec.to_records))
+        config = config or way_entry(best_way(spec.record_bytes, spec.records, spec.to_records))
         programs = dict(config.tiles)["PROGRAMS"]
         found = [_address(record, device) if programs else None for record in records]
         return tuple(steps(wanted, list(records), found, BUFFER_BYTES, programs))
