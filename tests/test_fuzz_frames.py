@@ -125,7 +125,7 @@ class NullClient:
     def received(self, link: Link, message: AnyMessage) -> None:
         raise AssertionError(f"{message} was heard")
 
-    def place(self, link: Link, data: Data) -> None:
+    def payload_target(self, link: Link, data: Data) -> None:
         raise AssertionError(f"{data} was to be placed")
 
     def ended(self, link: Link, error: BaseException) -> None:

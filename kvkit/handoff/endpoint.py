@@ -117,8 +117,8 @@ class Endpoint(Handler):
             case _:
                 self._receives(message).received(link, message)
 
-    def place(self, link: Link, data: Data) -> Lease | None:
-        return self._receives(data).place(link, data)
+    def payload_target(self, link: Link, data: Data) -> Lease | None:
+        return self._receives(data).payload_target(link, data)
 
     def ended(self, link: Link, error: BaseException) -> None:
         log.info("handoff: %s is gone: %s", link, error)

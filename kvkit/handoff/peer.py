@@ -20,16 +20,7 @@ from kvkit.handoff.transport import addresses
 from kvkit.handoff.transport.channel import ChannelError
 from kvkit.handoff.transport.link import Handler, Identity, Link
 from kvkit.staging import Lease
-from kvkit.tiers.base import (
-    DamagedObject,
-    OnComplete,
-    Ranges,
-    Tier,
-    TierError,
-    complete,
-    copy_ranges,
-    refuse_puts,
-)
+from kvkit.tiers.base import DamagedObject, OnComplete, Ranges, Tier, TierError, complete, copy_ranges
 
 
 @dataclass(eq=False, slots=True)
@@ -43,7 +34,8 @@ class _Pulling:
     deadline: float
     due: set[int]
 
-    def room(self, index: int) -> int:
+    def capacity(self, index: int) -> int:
+        """Return the bytes that fit the target of a record."""
         target = self.targets[index]
         return len(target.buffer if isinstance(target, Lease) else target)
 
@@ -111,7 +103,9 @@ class PeerTier(Tier, Handler):
             self._get(names[start : start + MAX_NAMES], leases[start : start + MAX_NAMES], on_complete)
 
     def put(self, names: Sequence[str], leases: Sequence[Lease], on_complete: OnComplete) -> None:
-        refuse_puts(self, "is another node's memory: nothing is stored there", names, leases, on_complete)
+        for name, lease in zip(names, leases, strict=True):
+            error = TierError(f"tier {self.name!r} is another node's memory: nothing is stored there")
+            complete(on_complete, name, lease.share(), error)
 
     def delete(self, names: Sequence[str]) -> None:
         pass
@@ -158,7 +152,7 @@ class PeerTier(Tier, Handler):
                 if pull is None:
                     return
                 error = None
-                if size > pull.room(index):
+                if size > pull.capacity(index):
                     what = f"{pull.names[index]}: {size} bytes do not fit the slot"
                     error = DamagedObject(what, Damage.OVERSIZE)
                 pull.finish(index, size, error)
@@ -174,9 +168,9 @@ class PeerTier(Tier, Handler):
             case _:
                 raise Unexpected(f"{type(message).__name__}: a node that pulls takes no such message")
 
-    def place(self, link: Link, data: Data) -> Lease | memoryview | None:
+    def payload_target(self, link: Link, data: Data) -> Lease | memoryview | None:
         pull = self._waiting_for(data, came=False)
-        if pull is None or data.size > pull.room(data.index):
+        if pull is None or data.size > pull.capacity(data.index):
             return None
         target = pull.targets[data.index]
         return target.share() if isinstance(target, Lease) else target[: data.size]

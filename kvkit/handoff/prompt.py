@@ -183,7 +183,7 @@ class Prompts:
         held: returns how many leading chunks are in tiers that the receivers read, too, and which are not
             sent; None if there are no such tiers.
         block_tokens: block size in which an incomplete chunk is sent.
-        allocation_s: how long a receiver may take to find room, in seconds.
+        allocation_s: how long a receiver may take to find slots, in seconds.
         wake: called after every change, from any thread.
     """
 
@@ -217,7 +217,7 @@ class Prompts:
         space: Namespace | None,
         rest: str = "",
     ) -> None:
-        """Ask the receiver at `address` for room, which it finds while the engine computes.
+        """Ask the receiver at `address` for slots, which it finds while the engine computes.
 
         Args:
             request_id: id of the request; if it has begun already, a `space` of None cancels it.

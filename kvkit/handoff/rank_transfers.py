@@ -23,7 +23,7 @@ class SendingRank:
 
     Args:
         namespace: namespace of this rank.
-        allocation_s: how long a receiver may take to find room, in seconds.
+        allocation_s: how long a receiver may take to find slots, in seconds.
         on_change: called after every change, from any thread.
     """
 
@@ -78,7 +78,7 @@ class RankTransfers:
         return any(handle.queued for handle in self.handles or ())
 
     def open(self, shared: Future[int] | None) -> None:
-        """Connect to the receiver, and ask its ranks for room once their needs are known.
+        """Connect to the receiver, and ask its ranks for slots once their needs are known.
 
         Args:
             shared: number of leading chunks that the receiver can read from a shared tier, which are not
@@ -163,7 +163,7 @@ class RankTransfers:
         return shares(layout, own.rank, own.world, ranks), None
 
     def _ask(self, share: RankShare, skip: int, *, alone: bool) -> Sending:
-        """Ask a rank for room for its share of all but the first `skip` chunks, and for the last snapshot."""
+        """Ask a rank for slots for its share of all but `skip` leading chunks, and for the last snapshot."""
         chunks, rank = self._chunks, self._rank
         names = chunks.names + (self._tail.names if self._tail else [])
         names = [name for i, name in enumerate(names) if i % chunks.groups in share.groups]

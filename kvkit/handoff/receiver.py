@@ -75,7 +75,7 @@ class Receiver:
         with self._changed:
             self._links[link.number] = link
 
-    def place(self, link: Link, data: Data) -> Lease | None:
+    def payload_target(self, link: Link, data: Data) -> Lease | None:
         """Return a share of the slot for a record; None if the transfer is over.
 
         Raises:
@@ -147,7 +147,7 @@ class Receiver:
             self._apply(states.delete(self._buffer, names))
 
     def status(self, request_id: str) -> Status | None:
-        """Return the status of a request; None if it is unknown, or if parts of it have not asked for room.
+        """Return the status of a request; None if it is unknown, or if parts of it have not asked for slots.
 
         A request that one transfer brings has that transfer's id, unless the sender gave another.
         """

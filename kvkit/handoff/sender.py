@@ -48,8 +48,8 @@ class Sending:
         state: state of the transfer, as the sender knows it.
         link: link to the peer.
         on_change: called with each of its futures that is done, and with this object when nothing is queued.
-        admitted: done when the receiver has room; returns the number of records that it lacks. Only then does
-            `Sender.put` send records, and `Sender.lend` give slots.
+        admitted: done when the receiver has leased slots; returns the number of records that it lacks. Only
+            then does `Sender.put` send records, and `Sender.lend` give slots.
         done: done when the receiver has everything; returns the number of records that were never put.
         queued: number of records that were put and are not sent yet.
         borrowed: by name, slots of the receiver that are borrowed and were neither put nor returned.
@@ -89,7 +89,7 @@ class Sending:
         """Return calls that complete the futures decided by the change from stage `before`."""
         state, asked = self.state, before is Stage.ASKED
         if state.stage is not Stage.ENDED:
-            return [partial(self.admitted.set_result, len(state.places))] if asked else []
+            return [partial(self.admitted.set_result, len(state.sends))] if asked else []
         if state.error is None:
             return [partial(self.done.set_result, state.missing)]
         error = HandoffError(f"transfer {state.id}: {state.error}")
@@ -175,7 +175,7 @@ class Sender(Handler):
         on_change: Callable[[Any], object] = lambda _: None,
         of: RequestRef | None = None,
     ) -> Sending:
-        """Ask the peer at `address` for room for all of `names`, within `deadline_s` seconds.
+        """Ask the peer at `address` for slots for all of `names`, within `deadline_s` seconds.
 
         Args:
             on_change: as in `Sending`; called from any thread.
@@ -393,7 +393,7 @@ class Sender(Handler):
                 if sending.borrowed.get(name) is lease:
                     self._give_back(sending, name)
 
-        lease = sending.link.lend(sending.state.places[name].slot, returned)
+        lease = sending.link.lend(sending.state.sends[name].slot, returned)
         if lease is not None:
             sending.borrowed[name] = lease
             self._lending.add(sending)

@@ -9,7 +9,7 @@ from kvkit.handoff.protocol.messages import HANDOFF
 from kvkit.handoff.receiver import Receiver
 from kvkit.handoff.sender import Sender
 from kvkit.staging import Lease
-from kvkit.tiers.base import OnComplete, Tier, get_by_copy, refuse_puts
+from kvkit.tiers.base import OnComplete, Tier, TierError, complete, get_by_copy
 
 
 class HandoffTier(Tier):
@@ -50,7 +50,9 @@ class HandoffTier(Tier):
         get_by_copy(self, names, leases, on_complete)
 
     def put(self, names: Sequence[str], leases: Sequence[Lease], on_complete: OnComplete) -> None:
-        refuse_puts(self, "takes only what peers send; nothing is stored there", names, leases, on_complete)
+        for name, lease in zip(names, leases, strict=True):
+            error = TierError(f"tier {self.name!r} takes only what peers send; nothing is stored there")
+            complete(on_complete, name, lease.share(), error)
 
     def delete(self, names: Sequence[str]) -> None:
         if self.receiver is not None:

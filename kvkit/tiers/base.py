@@ -314,14 +314,6 @@ class ThreadedTier(Tier):
         self.write(name, lease.buffer[: lease.used])
 
 
-def refuse_puts(
-    tier: Tier, why: str, names: Sequence[str], leases: Sequence[Lease], on_complete: OnComplete
-) -> None:
-    """Complete each put of a read-only tier with a TierError that states `why`."""
-    for name, lease in zip(names, leases, strict=True):
-        complete(on_complete, name, lease.share(), TierError(f"tier {tier.name!r} {why}"))
-
-
 def start_moves(
     tier: Tier,
     workers: Workers,

@@ -44,8 +44,8 @@ class Outgoing:
 
     Attributes:
         names: names of its records.
-        places: slots of the records that the receiver lacks, by name. Empty until it is admitted.
-        unsent: names in `places` that were not put yet.
+        sends: how to send each record that the receiver lacks, by name. Empty until it is admitted.
+        unsent: names in `sends` that were not put yet.
         deadline: time at which it is cancelled.
         error: why it failed; None if the receiver has everything.
         missing: number of records that were never put.
@@ -56,7 +56,7 @@ class Outgoing:
     stage: Stage
     deadline: float
     transfer_s: float
-    places: Mapping[str, Send] = field(default_factory=dict)
+    sends: Mapping[str, Send] = field(default_factory=dict)
     unsent: frozenset[str] = frozenset()
     error: str | None = None
     missing: int = 0
@@ -65,7 +65,7 @@ class Outgoing:
     def asked(
         transfer: str, names: Sequence[str], deadline_s: float, transfer_s: float, now: float
     ) -> Outgoing:
-        """Return a transfer that asks for room; `transfer_s` limits every later wait, in seconds."""
+        """Return a transfer that asks for slots; `transfer_s` limits every later wait, in seconds."""
         return Outgoing(transfer, tuple(names), Stage.ASKED, now + deadline_s, transfer_s)
 
 
@@ -82,11 +82,11 @@ def admitted(out: Outgoing, slots: Sequence[int], now: float) -> Sent:
         return _unasked(out)
     if len(slots) != len(out.names):
         raise Unexpected(f"transfer {out.id}: {len(slots)} slots for {len(out.names)} records")
-    places = {out.names[i]: Send(i, slot) for i, slot in enumerate(slots) if slot >= 0}
+    sends = {out.names[i]: Send(i, slot) for i, slot in enumerate(slots) if slot >= 0}
     sending = replace(
-        out, stage=Stage.SENDING, places=places, unsent=frozenset(places), deadline=now + out.transfer_s
+        out, stage=Stage.SENDING, sends=sends, unsent=frozenset(sends), deadline=now + out.transfer_s
     )
-    return (sending, ()) if places else _commit(sending, now)
+    return (sending, ()) if sends else _commit(sending, now)
 
 
 def put(out: Outgoing, name: str, now: float) -> Sent:
@@ -95,9 +95,9 @@ def put(out: Outgoing, name: str, now: float) -> Sent:
         return out, ()
     sending = replace(out, unsent=out.unsent - {name}, deadline=now + out.transfer_s)
     if sending.unsent:
-        return sending, (out.places[name],)
+        return sending, (out.sends[name],)
     committed, steps = _commit(sending, now)
-    return committed, (out.places[name], *steps)
+    return committed, (out.sends[name], *steps)
 
 
 def finish(out: Outgoing, now: float) -> Sent:
@@ -119,7 +119,7 @@ def done(out: Outgoing) -> Sent:
 
 
 def refused(out: Outgoing, reason: str) -> Sent:
-    """End the transfer: the receiver has no room or has disconnected."""
+    """End the transfer: the receiver has too few slots or has disconnected."""
     return (out, ()) if out.stage is Stage.ENDED else (_over(out, reason), ())
 
 

@@ -102,7 +102,7 @@ class Buffer:
         free: number of slots that a transfer can get.
         lent: number of slots that transfers have released but that are still read or written.
         transfers: transfers by id, in the order of arrival.
-        requests: transfers that have asked for room, in their order, by request id; has no entry for a
+        requests: transfers that have asked for slots, in their order, by request id; has no entry for a
             request that is a single transfer with the same id.
         held: number of transfers that hold a record, by its name.
         closed: True if no more transfers are admitted.
@@ -274,7 +274,7 @@ def release(buffer: Buffer, request_id: str, reason: str, now: float) -> Next:
 
 
 def parts_of(buffer: Buffer, request_id: str) -> list[Incoming]:
-    """Return the transfers of a request that have asked for room and are not over."""
+    """Return the transfers of a request that have asked for slots and are not over."""
     asked = buffer.requests.get(request_id, (request_id,))
     return [buffer.transfers[transfer] for transfer in asked if transfer in buffer.transfers]
 

@@ -93,10 +93,10 @@ class Identity:
 
 
 class Handler(Protocol):
-    """Callbacks for the messages of a peer. Payloads are refused unless `place` is overridden.
+    """Callbacks for the messages of a peer. Payloads are refused unless `payload_target` is overridden.
 
-    The link's reading thread calls them, and releases the slots that `place` returns; any thread may call
-    `ended`.
+    The link's reading thread calls them, and releases the slots that `payload_target` returns; any thread may
+    call `ended`.
     """
 
     def started(self, link: Link) -> None:
@@ -110,7 +110,7 @@ class Handler(Protocol):
             Unexpected: the peer broke the protocol; the link ends.
         """
 
-    def place(self, link: Link, data: Data) -> Lease | memoryview | None:
+    def payload_target(self, link: Link, data: Data) -> Lease | memoryview | None:
         """Return the target of a payload: memory, or a share of a slot to be released; None drops it.
 
         Raises:
@@ -353,7 +353,7 @@ class Link:
                 message = decode(body)
                 if not isinstance(message, Data):
                     raise Unexpected(f"a payload follows {type(message).__name__}")
-                target = self._handler.place(self, message)
+                target = self._handler.payload_target(self, message)
             except (MessageError, Unexpected) as error:  # raised after the payload, so that the peer hears it
                 wrong.append(error)
                 return None
