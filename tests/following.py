@@ -8,8 +8,9 @@ from pathlib import Path
 import aiohttp
 from waiting import START_S
 
-from kvkit.router.engines import Engine, LookupQuery
+from kvkit.router.engines import Engine
 from kvkit.router.events import EventLookup, EventSubscriber
+from kvkit.router.lookups import LookupQuery
 from kvkit.router.settings import RouterConfig, read_router_config
 
 

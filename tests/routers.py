@@ -22,7 +22,7 @@ from servers import Process, free_ports
 from kvkit.observe.access import listen
 from kvkit.router.app import Router
 from kvkit.router.connections import BoundedSite
-from kvkit.router.engines import Lookup
+from kvkit.router.lookups import Lookup
 from kvkit.router.settings import read_router_config
 from kvkit.tiers.testing.contract import DEADLINE_S
 

@@ -213,3 +213,12 @@ def test_about_how_long_a_prompt_is(body: dict[str, Any], tokens: int) -> None:
 )
 def test_what_p_computed(usage: dict[str, Any] | None, tokens: int | None) -> None:
     assert openai.computed_tokens({"usage": usage}) == tokens
+
+
+def test_documents_are_spans_within_the_prompt() -> None:
+    """Behind the prefix and their joints; a client may send any span with a text."""
+    blend = {"documents": [[4, 6], [6, 8], [7, 9]], "prefix": 2, "joints": [[], [70], []]}
+    asked = ParsedRequest("chat", {"messages": []}, params={"blend": blend})
+    assert list(openai.documents_of(asked, range(10, 18))) == [((10, 11), 4, 6), ((10, 11, 70), 6, 8)]
+    for other in ({}, {"blend": False}, {"blend": {"prefix": None, "documents": None}}):
+        assert not list(openai.documents_of(ParsedRequest("chat", {}, params=other), range(8)))

@@ -43,7 +43,8 @@ from servers import free_ports
 from waiting import wait_for
 
 from kvkit.observe.http import Server
-from kvkit.router.engines import Engine, LookupQuery
+from kvkit.router.engines import Engine
+from kvkit.router.lookups import LookupQuery
 from kvkit.tiers.testing.contract import DEADLINE_S
 
 

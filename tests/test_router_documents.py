@@ -37,7 +37,8 @@ from waiting import wait_for
 
 from kvkit.observe.http import Server
 from kvkit.router.documents import Documents, PostedDocument
-from kvkit.router.engines import Engine, LookupQuery
+from kvkit.router.engines import Engine
+from kvkit.router.lookups import LookupQuery
 from kvkit.router.metrics import RouterMetrics
 from kvkit.router.openai import ParsedRequest
 from kvkit.router.spans import tokens_of

@@ -31,8 +31,9 @@ from kvkit.router.clients import MAX_BODY_BYTES, Client, ClientDisconnected, Nul
 from kvkit.router.connections import IDLE_S, BoundedSite, BusyConnections, raise_limit
 from kvkit.router.dispatch import Dispatcher, Failed, RoutedRequest
 from kvkit.router.documents import Documents, PostedDocument
-from kvkit.router.engines import PLAIN, CacheLookup, EngineFailed, Lookup, Refused, engines_of
+from kvkit.router.engines import PLAIN, EngineFailed, Refused, engines_of
 from kvkit.router.events import EventLookup, EventSubscriber
+from kvkit.router.lookups import CacheLookup, Lookup
 from kvkit.router.marks import extract_documents
 from kvkit.router.metrics import RouterMetrics
 from kvkit.router.openai import Kind

@@ -24,11 +24,9 @@ from kvkit.router.engines import (
     EngineFailed,
     EngineRole,
     EngineShare,
-    Lookup,
     Refused,
-    ask_each,
-    held_tokens,
 )
+from kvkit.router.lookups import Lookup, ask_each, held_tokens
 from kvkit.router.metrics import RouterMetrics
 from kvkit.router.openai import Body, ParsedRequest
 from kvkit.router.routing import Candidate, Decision, decide, measured

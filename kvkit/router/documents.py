@@ -18,7 +18,8 @@ from typing import Annotated, Any
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from kvkit.router.engines import CacheLookup, Engine, Lookup, LookupQuery, ask_each
+from kvkit.router.engines import Engine
+from kvkit.router.lookups import CacheLookup, Lookup, LookupQuery, ask_each
 from kvkit.router.openai import BadRequest, Body, ParsedRequest, read_body, shown
 from kvkit.router.spans import LEAST_TOKENS, TokenArray, tokens_of
 from kvkit.router.tokens import Headers, Recent, Tokenizer

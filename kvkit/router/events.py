@@ -23,8 +23,9 @@ import msgspec
 import zmq
 import zmq.asyncio
 
-from kvkit.router.engines import Engine, Lookup, LookupQuery
+from kvkit.router.engines import Engine
 from kvkit.router.index import BlockIndex, KVEvent
+from kvkit.router.lookups import Lookup, LookupQuery
 from kvkit.router.settings import RouterConfig
 
 log = logging.getLogger(__name__)

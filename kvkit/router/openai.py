@@ -260,7 +260,8 @@ def documents_of(asked: ParsedRequest, ids: Sequence[int]) -> Iterator[tuple[Seq
     prefix, spans = ids[: blend.get("prefix") or 0], blend.get("documents") or ()
     joints = blend.get("joints") or ((),) * len(spans)
     for (start, stop), joint in zip(spans, joints, strict=True):
-        yield (*prefix, *joint), start, stop
+        if stop <= len(ids):  # engines refuse others
+            yield (*prefix, *joint), start, stop
 
 
 def prefill_body(asked: ParsedRequest, params: Mapping[str, Any]) -> Body:
