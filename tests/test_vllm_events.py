@@ -26,7 +26,7 @@ from vllm.v1.core.kv_cache_utils import maybe_convert_block_hash
 
 from kvkit.adapters.engine.changes import AT_ONCE, Changes
 from kvkit.adapters.vllm.events import Events, TierBlocksStored, TiersCleared
-from kvkit.adapters.vllm.step import NamedChunks, WorkerReport
+from kvkit.adapters.vllm.step import Listed, NamedChunks, WorkerReport
 from kvkit.tiers.settings import TierConfig
 
 IDS = list(range(40))
@@ -213,3 +213,25 @@ def test_what_a_restart_finds_is_told(tmp_path: Path) -> None:
     assert not listener.complete, "nobody can say of which salt"
     assert listener.held == engine.held(beginnings()) != set()
     engine.close()
+
+
+def test_a_round_has_all_chunks_before_the_next_begins(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also where all that tiers held before the start is listed in the midst of one."""
+    monkeypatch.setattr("kvkit.adapters.vllm.events.RESYNC_CHUNKS", 1)
+    events = Events(TIERS, CHUNK, BLOCK, 1, buffer_steps=30)
+    events.begin(complete=False)
+    for i in range(3):
+        events.expect(Request(str(i), [i] * CHUNK), 0, 1)
+        events.hear(WorkerReport(named=[NamedChunks(0, "", str(i), 0, [(f"0/0/{i}", f"0/1/{i}")])]))
+        events.hear(change("disk", f"0/0/{i}", f"0/1/{i}"))
+    rounds: dict[int, list[TierBlocksStored]] = {}
+    for step in range(40):
+        if step == 10:  # the first round has begun
+            events.hear(WorkerReport(listed=[Listed(0, "", [], is_all=True)]))
+        for event in events.take():
+            if isinstance(event, TierBlocksStored):
+                rounds.setdefault(event.resync, []).append(event)
+    assert [len(found) for found in rounds.values()] == [3] * len(rounds)
+    assert len(rounds) > 3
+    assert [found[-1].complete for found in rounds.values()] == [False, *[True] * (len(rounds) - 1)]
+    assert [event.complete for event in rounds[1]] == [False, True, True]
