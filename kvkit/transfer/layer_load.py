@@ -14,11 +14,12 @@ import logging
 import time
 from collections.abc import Generator, Iterator, Mapping, Sequence
 from concurrent.futures import Future
+from contextlib import suppress
 
 from kvkit.format import record
 from kvkit.kernels.pages.api import unpack
 from kvkit.kernels.pages.streams import marks
-from kvkit.staging import StagingTimeout, release_all
+from kvkit.staging import Lease, StagingTimeout, release_all
 from kvkit.transfer import tier_calls
 from kvkit.transfer.layer_reads import LayeredRecord, LayerReads, LayersReads, WholeRead
 from kvkit.transfer.layers import Layer, layers_of
@@ -36,10 +37,10 @@ log = logging.getLogger(__name__)
 class LayerLoad:
     """An iterator over the layers of a hit, in model order. A returned layer's pages hold its KV.
 
-    A record that fails or finds no slot ends the leading run before it, for all later layers; all layers are
-    returned nevertheless. When the iterator is exhausted, `loaded` has the complete tokens. The policy then
-    writes back the run's records, up to the first without a slot of its own: a chunk is verified only with
-    its last layer. Close or exhaust the iterator to release its slots.
+    A record that fails, or finds no slot in time, ends the leading run before it, for all later layers; all
+    layers are returned nevertheless. When the iterator is exhausted, `loaded` has the complete tokens. The
+    policy then writes back the run's records, up to the first without a slot of its own: a chunk is verified
+    only with its last layer. Close or exhaust the iterator to release its slots.
 
     Args:
         readers: threads that read parts of records, separate for each tier, since a hanging tier blocks them
@@ -165,12 +166,10 @@ class LayerLoad:
         biggest = max(form.layer_bytes for form in self._chunks.formats)
         by_layers = -(-self._count // (staging.slot_bytes // biggest))  # slots for a layer of every chunk
         slots = min(len(wanted), staging.free // 2, staging.free - by_layers)
-        if slots < 1:
-            return
-        try:
-            leases = staging.acquire(slots, 0.0)
-        except StagingTimeout:
-            return
+        leases: list[Lease] = []
+        if slots > 0:
+            with suppress(StagingTimeout):
+                leases = staging.acquire(slots, 0.0)
         reads: dict[str, list[WholeRead]] = {}
         for entry, lease in zip(wanted, leases, strict=False):
             if not tiers[entry.tier].reads_parts:

@@ -383,12 +383,10 @@ CACHE_MUTANTS = (
         "a layer's slots are given back while it is being read into them",
         LAYERS,
         """\
-            with share:
-                self._read(read, share)
+            share = read.lease.share()  # a late read must not write into a reused slot
 """,
         """\
-            share.release()
-            self._read(read, share)
+            share = read.lease
 """,
     ),
 )
