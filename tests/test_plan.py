@@ -20,7 +20,7 @@ from kvkit.transfer.plan import (
     extend,
     plan_store,
     plan_write_back,
-    put_limit,
+    write_limit,
 )
 from kvkit.transfer.policy import Policy
 
@@ -142,7 +142,7 @@ def test_the_exact_part_ends_where_an_approximate_tier_begins() -> None:
     ("slots", "tiers", "groups", "limit"), [(12, 1, 2, 6), (13, 2, 2, 4), (12, 3, 5, 5), (4, 3, 1, 1)]
 )
 def test_puts_leave_loads_as_much_as_each_tier_has(slots: int, tiers: int, groups: int, limit: int) -> None:
-    assert repr(put_limit(slots, tiers, groups)) == str(limit), "a number of whole slots"
+    assert repr(write_limit(slots, tiers, groups)) == str(limit), "a number of whole slots"
 
 
 def puts(plan: StorePlan) -> list[tuple[str, int]]:

@@ -98,10 +98,10 @@ def cheapest(plan: RetrievePlan, load_s: Mapping[str, float], compute_s: float) 
         load_s: seconds to load a chunk, by tier; tiers not in it take none.
         compute_s: seconds the engine needs to compute a chunk.
     """
-    taken: dict[str, float] = {}
+    busy_s: dict[str, float] = {}
     slowest, best, end = 0.0, 0.0, 0
     for segment in plan.segments:
-        each, before = load_s.get(segment.tier, 0.0), taken.get(segment.tier, 0.0)
+        each, before = load_s.get(segment.tier, 0.0), busy_s.get(segment.tier, 0.0)
         count = segment.stop - segment.start
         hidden = int((slowest - before) / each) if each else count
         for chunks in sorted({min(hidden, count), min(hidden + 1, count), count}):
@@ -109,8 +109,8 @@ def cheapest(plan: RetrievePlan, load_s: Mapping[str, float], compute_s: float) 
             saved = stop * compute_s - max(slowest, before + chunks * each)
             if saved >= best:
                 best, end = saved, stop
-        taken[segment.tier] = before + count * each
-        slowest = max(slowest, taken[segment.tier])
+        busy_s[segment.tier] = before + count * each
+        slowest = max(slowest, busy_s[segment.tier])
     return clip(plan, end)
 
 
@@ -155,8 +155,8 @@ def plan_store(chunks: int, policy: Policy, resident: Mapping[str, int]) -> Stor
     return StorePlan(tuple(segment for segment in missing if segment.start < chunks))
 
 
-def put_limit(slots: int, tiers: int, groups: int) -> int:
-    """Return how many of `slots` the puts of each of `tiers` may hold: an equal share, as loads have.
+def write_limit(slots: int, tiers: int, groups: int) -> int:
+    """Return how many of `slots` writes into each of `tiers` may hold: an equal share, as loads have.
 
     At least a chunk's `groups`: an arena of fewer than `tiers` + 1 chunks has no slots to keep for loads.
     """

@@ -192,7 +192,7 @@ class WritePipeline:
         near = [name for name, tier in tiers.tiers.items() if tier.near]
         far = [name for name in tiers.tiers if name not in near]
         spare = tiers.staging.slots - sum(tier.slots for tier in tiers.tiers.values())
-        limit = planning.put_limit(spare, len(far), groups)
+        limit = planning.write_limit(spare, len(far), groups)
         self._near = near
         self._queues = {name: WriteQueue(limit) for name in far}
         self._offering = {name: Workers(1, f"kvkit-offer-{name}") for name in far}
