@@ -71,49 +71,29 @@ IN_VLLM = ("lab.prove.page_probe", "lab.quality.teacher_forcing")
 HEAVY = {"jax", "triton", "vllm", "transformers"}
 FLOORS_AT_MOST, ENTRIES_AT_MOST, PARAMETERS_AT_MOST = 10, 20, 8
 CLASS_LINES_AT_MOST, FUNCTION_LINES_AT_MOST = 300, 60
-EXCEPTED = {
-    "adapters/vllm/checks.py: check_arrangement": 70,
-    "adapters/vllm/connector.py: KVKitConnector": 452,
-    "adapters/vllm/connector.py: __init__": 84,
-    "adapters/vllm/pages.py: group_pages": 86,
-    "adapters/vllm/scheduler.py: Scheduler": 540,
-    "adapters/vllm/scheduler.py: get_num_new_matched_tokens": 64,
-    "adapters/vllm/worker.py: Worker": 528,
-    "adapters/vllm/worker.py: __init__": 82,
-    "kvkit/cache.py: Cache": 400,
-    "kvkit/config.py: open_cache": 69,
-    "kvkit/handoff/prompt.py: Prompts": 358,
-    "kvkit/handoff/sender.py: Sender": 325,
-    "kvkit/handoff/settings.py: open_handoff": 66,
-    "kvkit/lab/prove/commands.py: prove": 69,
-    "kvkit/lab/serve/run.py: run": 77,
-    "kvkit/observe/commands.py: inspect": 68,
-    "kvkit/observe/http.py: _app": 100,
-    "kvkit/tiers/objects.py: ObjectTier": 401,
-    "kvkit/tiers/shm/pool.py: Pool": 343,
-}
-"""Classes and functions that are longer, and their lines: at most so many."""
+EXCEPTED = {"kvkit/cache.py: Cache": 400}
+"""The public class, a third of which is docstrings: 33 methods of at most 31 lines."""
 ROOM_LINES_AT_MOST = {
-    "adapters/engine": 900,
+    "adapters/engine": 1_000,
     "adapters/huggingface": 1_700,
-    "adapters/vllm": 8_000,
+    "adapters/vllm": 8_900,
     "kernels": 300,
     "kernels/attention": 3_100,
     "kernels/pages": 3_100,
     "kernels/tuning": 2_500,
     "kvkit": 2_100,
-    "kvkit/blend": 1_400,
+    "kvkit/blend": 1_500,
     "kvkit/doctor": 600,
     "kvkit/format": 1_900,
-    "kvkit/handoff": 5_300,
+    "kvkit/handoff": 5_500,
     "kvkit/lab": 8_800,
     "kvkit/observe": 1_300,
     "kvkit/router": 4_000,
     "kvkit/tiers": 6_400,
-    "kvkit/transfer": 3_850,
+    "kvkit/transfer": 3_900,
 }
 """Lines of code by room, blank ones and docstrings included."""
-CORE_LINES_AT_MOST = 48_000
+CORE_LINES_AT_MOST = 47_100
 """Lines of all rooms but the laboratory."""
 KERNELS = re.compile(r"(?:triton\.|numba\.|_)?n?jit\b")
 """What decorates a function that Triton or numba compiles: its parameters are registers and pointers, as are
