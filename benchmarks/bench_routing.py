@@ -32,7 +32,9 @@ RESULTS = Path(__file__).parent / "results" / "routing.json"
 def config(route: str) -> SimulationConfig:
     """Nodes with little memory and a disk that a part of a trace fits."""
     tiers = {
-        "memory": SimulatedTier(capacity=ByteSize(16 << 30), bandwidth=ByteSize(20_000_000_000), near=True),
+        "memory": SimulatedTier(
+            capacity=ByteSize(16 << 30), bandwidth=ByteSize(20_000_000_000), in_memory=True
+        ),
         "disk": SimulatedTier(capacity=ByteSize(64 << 30), bandwidth=ByteSize(3_000_000_000), latency_ms=0.2),
     }
     nodes = NodesConfig.model_validate({"both": NODES, "route": route})

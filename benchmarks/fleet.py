@@ -54,8 +54,8 @@ def speeds(machine: Path = MACHINE) -> dict[str, dict[str, Any]]:
 def fleet(engines: int, layout: Sequence[str], given: Mapping[str, Any]) -> SimulationConfig:
     """So many engines with these tiers; `given` says otherwise what it says."""
     tiers = {
-        "memory": {"capacity": MEMORY, "near": True},
-        "pool": {"capacity": MEMORY * PER_HOST, "near": True, "scope": "host"},
+        "memory": {"capacity": MEMORY, "in_memory": True},
+        "pool": {"capacity": MEMORY * PER_HOST, "in_memory": True, "scope": "host"},
         "disk": {"capacity": DISK * PER_HOST, "scope": "host"},
         "store": {"capacity": STORE * engines, "scope": "shared"},
     }

@@ -91,7 +91,7 @@ def measure(model: Path, name: str, share: float, policy: str, folder: Path) -> 
     """Hits of a trace's prompt tokens in a tier with room for a share of its chunks."""
     trace = prompts_alone(trace_of(name, TRACES[name]), TRACES[name])
     chunks = max(1, round(share * distinct(trace)))
-    tier = {"capacity": chunks * trace.block_tokens * TOKEN_BYTES, "near": True, "eviction": policy}
+    tier = {"capacity": chunks * trace.block_tokens * TOKEN_BYTES, "in_memory": True, "eviction": policy}
     setup = SimulationConfig.model_validate(
         {"model": {"kv_bytes_per_token": TOKEN_BYTES, "item_bytes": 4}, "tiers": {"memory": tier}}
     )

@@ -427,7 +427,7 @@ class Player:
         self._talks = talks
         self._tiers = tiers
         self._chance = random.Random(0)
-        self._under_way: dict[str, Talk] = {}
+        self._in_flight: dict[str, Talk] = {}
         self.tally = RequestStats()
 
     def work(self, spells: Spells) -> None:
@@ -436,11 +436,11 @@ class Player:
         over: float | None = None
         for _ in range(AT_A_TIME):
             self._begin()
-        while self._under_way:
+        while self._in_flight:
             step = time.monotonic()
             goes_on = spells.goes_on(self.tally.requests if spells.seconds else self._requests_that_count())
             for answer in self._engine.step():
-                if answer.finished and (talk := self._under_way.get(answer.request_id)) is not None:
+                if answer.finished and (talk := self._in_flight.get(answer.request_id)) is not None:
                     self.tally.add(talk, answer)
                     self._end(talk, finished=True, goes_on=goes_on)
             self._abort(goes_on)
@@ -449,9 +449,9 @@ class Player:
             if over is not None and now - over > HANGS_S:
                 break
             time.sleep((now - step) * (1 / BUSY - 1) if spells.seconds else 0)
-        self.tally.unfinished += len(self._under_way)
-        self._engine.abort_request([*self._under_way])
-        self._under_way.clear()
+        self.tally.unfinished += len(self._in_flight)
+        self._engine.abort_request([*self._in_flight])
+        self._in_flight.clear()
         self.tally.seconds += time.monotonic() - began
 
     def _requests_that_count(self) -> int:
@@ -474,11 +474,11 @@ class Player:
         params = sampling(blend=None if talk.ratio is None else blend)
         self._engine.add_request(talk.name, {"prompt_token_ids": list(turn.prompt)}, params)
         self.tally.requests += 1
-        self._under_way[talk.name] = talk
+        self._in_flight[talk.name] = talk
 
     def _abort(self, goes_on: bool) -> None:
         """Those whose time has come."""
-        for talk in list(self._under_way.values()):
+        for talk in list(self._in_flight.values()):
             if talk.aborted_after is None:
                 continue
             talk.aborted_after -= 1
@@ -488,7 +488,7 @@ class Player:
                 self._end(talk, finished=False, goes_on=goes_on)
 
     def _end(self, talk: Talk, *, finished: bool, goes_on: bool) -> None:
-        del self._under_way[talk.name]
+        del self._in_flight[talk.name]
         talk.turn += 1
         if not goes_on:
             return

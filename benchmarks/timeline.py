@@ -137,13 +137,13 @@ def busy_s(events: Sequence[Event], *kinds: str) -> float:
         for event in events
         for moment, step in ((event.begin_s, 1), (event.end_s, -1))
     )
-    under_way = dict.fromkeys(kinds, 0)
+    in_flight = dict.fromkeys(kinds, 0)
     total = last = 0.0
     for moment, step, kind in edges:
-        if all(under_way.values()):
+        if all(in_flight.values()):
             total += moment - last
-        if kind in under_way:
-            under_way[kind] += step
+        if kind in in_flight:
+            in_flight[kind] += step
         last = moment
     return total
 

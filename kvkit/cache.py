@@ -22,7 +22,7 @@ from typing import Any, Protocol, TypedDict, Unpack
 import numpy as np
 
 from kvkit.format.layout import KVLayout, Namespace
-from kvkit.format.narrowed import check_narrows
+from kvkit.format.quantised import check_quantisable
 from kvkit.format.rope import Rotation
 from kvkit.kernels.pages.streams import CudaEvents, marks
 from kvkit.staging import Lease, Staging
@@ -145,8 +145,8 @@ class Cache:
         _check_fits(layout, namespace, tiers, staging)
         self.tiers = {tier.name: tier for tier in tiers}
         checked = check_policy(policy or Policy.default(self.tiers), self.tiers)
-        near = [tier.name for tier in tiers if tier.near and not tier.read_only]
-        self.policy = in_effect(checked, near, [tier.name for tier in tiers if tier.read_only])
+        in_memory = [tier.name for tier in tiers if tier.in_memory and not tier.read_only]
+        self.policy = in_effect(checked, in_memory, [tier.name for tier in tiers if tier.read_only])
         self.staging = staging
         self.timeout_s, self.shutdown_timeout_s = timeout_s, shutdown_timeout_s
         self.namespace_of: SpaceOf = namespace_of or partial(_only_space, namespace)
@@ -275,9 +275,11 @@ class Cache:
     @property
     def prefetch_chunks(self) -> int:
         """Maximum chunks to prefetch at once: half of the memory they go to, to spare its other records."""
-        near = [tier for name in self.policy.write_back_to if (tier := self.tiers[name]).near]
-        slots = min((tier.slots // 2 for tier in near if tier.slots), default=self.tier_set.prefetched.slots)
-        return slots // len(self.layout.groups)
+        in_memory = [tier for name in self.policy.write_back_to if (tier := self.tiers[name]).in_memory]
+        slots = min(
+            (tier.slots // 2 for tier in in_memory if tier.slots), default=self.tier_set.prefetched.slots
+        )
+        return min(slots, default=self.tier_set.prefetched.slots) // len(self.layout.groups)
 
     def prefetch(self, tokens: Any, namespace: Namespace | None = None, *, first: int = 0) -> Transfer[Hit]:
         """Copy what `tokens` will hit to host memory, in the background; the future returns the hit by then.
@@ -430,7 +432,7 @@ class Cache:
         if left := self.writes.outstanding.wait(limit):
             raise CacheTimeout(f"{left} puts are still in flight after {limit} s")
 
-    def puts_under_way(self) -> int:
+    def pending_writes(self) -> int:
         """Count the puts a flush would wait for: of records and of array metadata."""
         return self.writes.outstanding.count
 
@@ -533,7 +535,7 @@ def _check_fits(layout: KVLayout, namespace: Namespace, tiers: Sequence[Tier], s
         raise CacheError(f"staging.slot_bytes={staging.slot_bytes}: a record takes {biggest}")
     if staging.slots < len(layout.groups):
         raise CacheError(f"staging.slots={staging.slots}: a chunk takes {len(layout.groups)}")
-    check_narrows(layout, {tier.name: tier.precision for tier in tiers})
+    check_quantisable(layout, {tier.name: tier.precision for tier in tiers})
 
 
 def _only_space(namespace: Namespace, model: str | None, salt: str) -> Namespace:

@@ -249,8 +249,8 @@ def open_cache(
                 tiers.append(open_tier(name, tier, staging, namespace.rank))
                 opened.callback(tiers[-1].close)
             if config.handoff is not None:
-                near = [tier for tier in tiers if tier.near]
-                for made in _open_handoff(config.handoff, near, layout, namespace, config.timeout_s):
+                in_memory = [tier for tier in tiers if tier.in_memory]
+                for made in _open_handoff(config.handoff, in_memory, layout, namespace, config.timeout_s):
                     tiers.append(made)
                     opened.callback(made.close)
             cache = Cache(
@@ -299,9 +299,9 @@ def _open_staging(config: Config, layout: KVLayout, namespace: Namespace) -> Sta
 
 
 def _open_handoff(
-    config: HandoffConfig, near: list[Tier], layout: KVLayout, namespace: Namespace, timeout_s: float
+    config: HandoffConfig, in_memory: list[Tier], layout: KVLayout, namespace: Namespace, timeout_s: float
 ) -> list[Tier]:
-    """Open the tiers of handoff; peers may read from the `near` tiers.
+    """Open the tiers of handoff; peers may read from the `in_memory` tiers.
 
     Raises:
         ConfigError: a size, an address or a certificate is invalid, or the secret's file holds no secret.
@@ -310,7 +310,7 @@ def _open_handoff(
     try:
         if config.secret_file is not None:
             secret = read_token(config.secret_file, "secret_file").encode()
-        return open_handoff(config, near, layout, namespace, secret, timeout_s)
+        return open_handoff(config, in_memory, layout, namespace, secret, timeout_s)
     except (ValueError, OSError) as error:
         raise ConfigError(f"handoff: {error}") from error
 

@@ -107,14 +107,14 @@ class Link:
     def _carry(self) -> None:
         near, far, _ = self._opened
         beyond, free = {near: far, far: near}, {near: 0.0, far: 0.0}
-        under_way: list[tuple[float, int, int, bytes]] = []
+        in_flight: list[tuple[float, int, int, bytes]] = []
         numbers = itertools.count(1)
         poll = select.poll()
         for end in self._opened:
             poll.register(end, select.POLLIN)
         while True:
             now = time.monotonic()
-            wait_ms = max(0.0, under_way[0][0] - now) * 1000 if under_way else None
+            wait_ms = max(0.0, in_flight[0][0] - now) * 1000 if in_flight else None
             for end, _ in poll.poll(wait_ms):
                 if end == self._stopped:
                     return
@@ -124,9 +124,9 @@ class Link:
                     self.lost += 1
                     continue
                 free[end] = start + len(packet) / self.BYTES_PER_S
-                heapq.heappush(under_way, (free[end] + self.DELAY_S, number, beyond[end], packet))
-            while under_way and under_way[0][0] <= time.monotonic():
-                _, _, end, packet = heapq.heappop(under_way)
+                heapq.heappush(in_flight, (free[end] + self.DELAY_S, number, beyond[end], packet))
+            while in_flight and in_flight[0][0] <= time.monotonic():
+                _, _, end, packet = heapq.heappop(in_flight)
                 with suppress(OSError):  # the device's queue is full: it is lost
                     os.write(end, packet)
 

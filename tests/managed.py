@@ -53,7 +53,7 @@ class ManagedCache:
     def queue_depths(self) -> dict[str, int]:
         return {"near": 0, "[far]": 7}
 
-    def puts_under_way(self) -> int:
+    def pending_writes(self) -> int:
         return 3
 
     def namespace_of(self, model: str | None, salt: str) -> Namespace:

@@ -86,10 +86,10 @@ def _definitions(tree: cst.Module) -> Iterator[tuple[str, cst.FunctionDef]]:
 
 def _nodes(node: cst.CSTNode) -> Iterator[cst.CSTNode]:
     """What mutmut mutates below a node."""
-    passed_over = isinstance(node, cst.Annotation | cst.Decorator | cst.Param) or (
+    circuit_open = isinstance(node, cst.Annotation | cst.Decorator | cst.Param) or (
         isinstance(node, cst.Call) and getattr(node.func, "value", None) in ("len", "isinstance")
     )
-    if not passed_over:
+    if not circuit_open:
         yield node
         for child in node.children:
             yield from _nodes(child)

@@ -41,12 +41,12 @@ class Copy:
         staging = new_staging(self.engine, 64)
         disk = ObjectTier(str(folder))
         self.disk = Recorder(disk)
-        self.disk.common = True
+        self.disk.shared_by_ranks = True
         size = 32 * staging.slot_bytes
         near: MemoryTier | ShmTier = MemoryTier(staging, size, "near")
         if pool is not None:
             near = ShmTier.open("near", TierConfig(url=pool, capacity=size), staging)
-            near.common = True
+            near.shared_by_ranks = True
         to = ("disk", "near") if pool is None else ("disk",)
         self.cache: Cache = new_cache(
             self.engine, staging, [near, self.disk], store_to=to, write_back_to=("near",)

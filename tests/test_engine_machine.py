@@ -82,7 +82,7 @@ class EngineMachine(RuleBasedStateMachine):
         self.groups = groups
         self.folder = Path(tempfile.mkdtemp())
         self.stored: dict[str, bytes] = {}
-        self.under_way: list[tuple[Transfer[Any], Callable[[Any], None]]] = []
+        self.in_flight: list[tuple[Transfer[Any], Callable[[Any], None]]] = []
         self.faults: dict[str, Fault] = {}
         self.lied = False
         engine = make_engine(groups)
@@ -213,14 +213,14 @@ class EngineMachine(RuleBasedStateMachine):
 
     @rule(which=st.integers(0, MOST_UNDER_WAY - 1))
     def cancel(self, which: int) -> None:
-        if self.under_way:
-            self.under_way[which % len(self.under_way)][0].cancel()
+        if self.in_flight:
+            self.in_flight[which % len(self.in_flight)][0].cancel()
 
     @rule(which=st.integers(0, MOST_UNDER_WAY - 1))
     def end(self, which: int) -> None:
         """Any of the calls under way ends, and did what it says."""
-        if self.under_way:
-            self._end(which % len(self.under_way))
+        if self.in_flight:
+            self._end(which % len(self.in_flight))
 
     @rule()
     def flush(self) -> None:
@@ -276,12 +276,12 @@ class EngineMachine(RuleBasedStateMachine):
 
     def _note(self, future: Transfer[T], check: Callable[[T | None], None]) -> None:
         """A call is under way; `check` takes what it returns, or None if it never began."""
-        self.under_way.append((future, check))
-        if len(self.under_way) > MOST_UNDER_WAY:
+        self.in_flight.append((future, check))
+        if len(self.in_flight) > MOST_UNDER_WAY:
             self._end(0)
 
     def _end(self, which: int) -> None:
-        future, check = self.under_way.pop(which)
+        future, check = self.in_flight.pop(which)
         wait([future], DEADLINE_S)
         assert future.done(), "a call hangs"
         check(None if future.cancelled() else future.result(0))
@@ -289,7 +289,7 @@ class EngineMachine(RuleBasedStateMachine):
     def _come_to_rest(self) -> None:
         self.faults = {}
         self.disk.release()
-        while self.under_way:
+        while self.in_flight:
             self._end(0)
         self.cache.flush(DEADLINE_S)
         for tier in self.cache.tiers:

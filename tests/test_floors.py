@@ -32,7 +32,7 @@ PURE = (
     "format.keys",
     "format.layout",
     "format.names",
-    "format.narrowed",
+    "format.quantised",
     "format.record",
     "format.rope",
     "blend.plan",

@@ -87,7 +87,7 @@ def test_a_listing_forgets_what_others_deleted(tmp_path: Path, staging: Staging)
     theirs.match_prefix(NAMES)
     theirs.delete(NAMES[:2])
     assert ours.match_prefix(NAMES) == 4
-    ours.watch(lambda names, held: None if held else gone.update(names))
+    ours.subscribe(lambda names, held: None if held else gone.update(names))
     assert {name for name, _ in ours.scan()} == {*NAMES[2:]}
     assert gone == {*NAMES[:2]}
     assert ours.match_prefix(NAMES) == 0

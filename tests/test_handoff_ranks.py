@@ -231,7 +231,7 @@ def test_a_peer_that_says_too_many_ranks_is_refused_by_name(
     for rank in (0, 1):
         Path(address.format(rank=rank).removeprefix("unix://")).symlink_to(liar.unix.removeprefix("unix://"))
     prefill.begin(address)
-    wait_for(lambda: not prefill.prompts.go_on() and not prefill.prompts.under_way)
+    wait_for(lambda: not prefill.prompts.go_on() and not prefill.prompts.in_flight)
     assert re.search(f"r: nothing is handed off: .*{told}", caplog.text), caplog.text
     assert not prefill.sender.transfers()
     assert liar.endpoint.peers <= 1, "more of its ranks were connected to"

@@ -172,6 +172,7 @@ def test_tiers_are_listed_in_order(server: Server, cache: ManagedCache) -> None:
         "scope": "node",
         "codec": "none",
         "precision": None,
+        "in_memory": True,
         "near": True,
         "state": "open",
         "queue_depth": 7,

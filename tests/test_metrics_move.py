@@ -91,7 +91,7 @@ def faults(folder: Path) -> set[str]:
         store(cache)
         fault[0] = Fault.HANG
         store_ = cache.store_async(sequence(2, seed=9), ENGINE.places(TABLE))
-        wait_for(lambda: cache.puts_under_way() > 0 or store_.done())
+        wait_for(lambda: cache.pending_writes() > 0 or store_.done())
         hanging = scrape(cache)
         tier.release()
         cache.flush()

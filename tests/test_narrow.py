@@ -13,14 +13,14 @@ from xxhash import xxh3_64_intdigest
 
 from kvkit.format.codecs import compress, finish
 from kvkit.format.layout import KVLayout, LayerGroup, LayoutError, Namespace
-from kvkit.format.names import is_record, narrowed_name
-from kvkit.format.narrowed import OPAQUE_ROW, check_narrows
+from kvkit.format.names import is_record, quantised_name
+from kvkit.format.quantised import OPAQUE_ROW, check_quantisable
 from kvkit.format.record import (
     HEADER,
     Damage,
     RecordError,
     RecordFormat,
-    even_places,
+    even_ranges,
     payload,
     read_header,
     seal,
@@ -28,7 +28,7 @@ from kvkit.format.record import (
 )
 from kvkit.kernels.pages import reference
 from kvkit.observe.inspect import list_store
-from kvkit.tiers.narrow import NarrowedStore, exact_bytes, narrow, widen
+from kvkit.tiers.quantised import QuantisedStore, dequantise, exact_bytes, quantise
 from kvkit.tiers.settings import tier_at
 from kvkit.tiers.stores import open_store
 
@@ -58,9 +58,9 @@ class Case:
         payload(self.form, self.record)[:] = self.floats.view(torch.uint8).numpy()
         seal(self.form, self.record, self.form.digest, KEY, TOKENS)
 
-    def narrow(self, precision: Any) -> npt.NDArray[np.uint8]:
+    def quantise(self, precision: Any) -> npt.NDArray[np.uint8]:
         out = np.zeros(2 * self.form.record_bytes, np.uint8)
-        return out[: narrow(self.record, precision, out)]
+        return out[: quantise(self.record, precision, out)]
 
     def check(self, record: npt.NDArray[np.uint8]) -> Damage | None:
         return verify(self.form, record, self.form.digest, KEY, TOKENS)
@@ -80,13 +80,13 @@ def test_what_comes_back_is_what_the_kernels_make_of_it(kind: str, precision: An
     assert read_header(small).layers_end < case.form.layers_end
     assert exact_bytes(read_header(small)) == len(case.record)
     back = np.full(len(case.record), 0xA5, np.uint8)
-    assert widen(small, precision, back) == len(back)
+    assert dequantise(small, precision, back) == len(back)
     assert case.check(back) is None
     found = torch.from_numpy(payload(case.form, back)).view(case.floats.dtype)
     assert torch.equal(found, case.expected(precision))
     assert not torch.equal(found, case.floats)
     again = np.zeros(len(case.record), np.uint8)
-    assert again[: narrow(back, precision, again)].tobytes() == small.tobytes()  # nothing more is lost
+    assert again[: quantise(back, precision, again)].tobytes() == small.tobytes()  # nothing more is lost
 
 
 @pytest.mark.parametrize("precision", ["fp8", "int8"])
@@ -95,14 +95,14 @@ def test_no_form_is_taken_for_another(precision: Any) -> None:
     small, other = case.narrow(precision), "int8" if precision == "fp8" else "fp8"
     out = np.full(len(case.record), 0xA5, np.uint8)
     assert case.check(small) == Damage.FORMAT
-    assert widen(small, other, out) == Damage.FORMAT
-    assert widen(case.record, precision, out) == Damage.FORMAT
+    assert dequantise(small, other, out) == Damage.FORMAT
+    assert dequantise(case.record, precision, out) == Damage.FORMAT
     packed = np.zeros(len(small) * 2, np.uint8)
-    assert widen(packed[: compress(small, "zstd", packed)], precision, out) == Damage.FORMAT
+    assert dequantise(packed[: compress(small, "zstd", packed)], precision, out) == Damage.FORMAT
     assert bool((out == 0xA5).all())
     with pytest.raises(RecordError, match="does not fit"):
-        narrow(case.record, precision, np.zeros(len(small) - 1, np.uint8))
-    assert widen(small, precision, out[:-1]) == Damage.OVERSIZE
+        quantise(case.record, precision, np.zeros(len(small) - 1, np.uint8))
+    assert dequantise(small, precision, out[:-1]) == Damage.OVERSIZE
 
 
 def test_every_byte_is_under_a_checksum() -> None:
@@ -111,9 +111,9 @@ def test_every_byte_is_under_a_checksum() -> None:
     for place in range(0, len(small), 97):
         harmed = small.copy()
         harmed[place] ^= 1
-        assert widen(harmed, "int8", out) in tuple(Damage)
+        assert dequantise(harmed, "int8", out) in tuple(Damage)
     for size in (0, 100, 4096, len(small) - 1):
-        assert widen(small[:size], "int8", out) in tuple(Damage)
+        assert dequantise(small[:size], "int8", out) in tuple(Damage)
 
 
 def test_a_forged_shape_is_damage() -> None:
@@ -125,13 +125,13 @@ def test_a_forged_shape_is_damage() -> None:
         size = 2 * 32 * channels
         fields["channels"] = channels
         header = int(fields["header_bytes"])
-        places = even_places(header, size, 2)
+        places = even_ranges(header, size, 2)
         sums = [xxh3_64_intdigest(memoryview(forged)[a : a + n]) for a, n in places]
         room = np.zeros(len(case.record), np.uint8)
         room[: len(forged)] = forged
         stored = room[: finish(memoryview(room), "none", places, sums)]
         read_header(stored)
-        assert widen(stored, "fp8", np.zeros(len(case.record), np.uint8)) == Damage.FORMAT
+        assert dequantise(stored, "fp8", np.zeros(len(case.record), np.uint8)) == Damage.FORMAT
 
 
 @pytest.mark.parametrize(
@@ -146,33 +146,33 @@ def test_a_forged_shape_is_damage() -> None:
 def test_what_cannot_be_narrowed_is_refused(change: dict[str, Any], told: str) -> None:
     fields = {"layers": (2, 5), "kv_heads": 1, "k_size": 16, "v_size": 16, "dtype": "bfloat16"} | change
     with pytest.raises(LayoutError) as caught:
-        check_narrows(KVLayout((LayerGroup(**fields),)), {"near": None, "far": "int8"})
+        check_quantisable(KVLayout((LayerGroup(**fields),)), {"near": None, "far": "int8"})
     assert str(caught.value).startswith("tier 'far': precision='int8': layers 2-5")
     assert told in str(caught.value)
 
 
 def test_a_narrowed_name_is_a_record_s_and_its_own_inverse() -> None:
     exact = "ab12/0/c.1.2.0.0.0.0"
-    assert narrowed_name(exact, "fp8") == "ab12-fp8/0/c.1.2.0.0.0.0"
+    assert quantised_name(exact, "fp8") == "ab12-fp8/0/c.1.2.0.0.0.0"
     for name in (exact, "ab12-fp8/0/c.1.2.0.0.0.0", "ab12-int8/0/c.1.2.0.0.0.0"):
         assert is_record(name)
-        assert narrowed_name(narrowed_name(name, "fp8"), "fp8") == name
+        assert quantised_name(quantised_name(name, "fp8"), "fp8") == name
     assert not is_record("ab12-fp4/0/c.1.2.0.0.0.0")
 
 
 def test_a_store_shows_narrowed_records_under_their_own_names(tmp_path: Path) -> None:
     case, url = Case("K and V"), str(tmp_path)
     store = open_store("a tier", url, tier_at(url))
-    name, narrowed = case.form.name(KEY), narrowed_name(case.form.name(KEY), "fp8")
+    name, narrowed = case.form.name(KEY), quantised_name(case.form.name(KEY), "fp8")
     small = case.narrow("fp8")
-    NarrowedStore(store, "fp8").write(name, memoryview(small))
+    QuantisedStore(store, "fp8").write(name, memoryview(small))
     assert (store.size(name), store.size(narrowed)) == (None, len(small))
-    assert dict(NarrowedStore(store, "fp8").scan()) == {name: len(small)}
-    assert dict(NarrowedStore(store, "int8").scan()) == {narrowed: len(small)}
+    assert dict(QuantisedStore(store, "fp8").scan()) == {name: len(small)}
+    assert dict(QuantisedStore(store, "int8").scan()) == {narrowed: len(small)}
     store.write(name, memoryview(case.record))
-    assert set(dict(NarrowedStore(store, "fp8").scan())) == {name, narrowed}
-    store.write(narrowed_name(case.form.name(OTHER), "int8"), memoryview(small))
+    assert set(dict(QuantisedStore(store, "fp8").scan())) == {name, narrowed}
+    store.write(quantised_name(case.form.name(OTHER), "int8"), memoryview(small))
     listed = {listing.array: listing for listing, done in list_store(url) if done}
     sound = [listing.array for listing in listed.values() if not listing.damaged]
-    assert set(sound) == {case.form.array, narrowed_name(case.form.array, "fp8")}
+    assert set(sound) == {case.form.array, quantised_name(case.form.array, "fp8")}
     assert len(listed) == 3

@@ -142,7 +142,7 @@ def test_what_is_put_while_it_is_forgotten_stays_counted(
     """What the simulation found (docs/interleavings.md): its room was given to others."""
     names, held = record_names(2), dict[str, bool]()
     with closing(ObjectTier(TierConfig(url=str(tmp_path), capacity=SLOT_BYTES, threads=2))) as tier:
-        tier.watch(lambda names, now: held.update(dict.fromkeys(names, now)))
+        tier.subscribe(lambda names, now: held.update(dict.fromkeys(names, now)))
         put(tier, staging, names[:1])
         store: Any = tier._store
         (tmp_path / names[0]).unlink()

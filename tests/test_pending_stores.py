@@ -31,20 +31,20 @@ def test_a_record_is_promised_until_a_tier_has_it_or_the_last_attempt_failed(
     done: list[None] = []
     pending = PendingStore(pending_stores, NAMES, on_done=lambda: done.append(None))
     other = PendingStore(pending_stores, "c")
-    under_way, kept = dict.fromkeys(NAMES, 0), set[str]()
+    in_flight, kept = dict.fromkeys(NAMES, 0), set[str]()
     for move, name in moves:
         if move == "attempt":
             pending.attempt([name])
-            under_way[name] += 1
-        elif under_way[name]:
+            in_flight[name] += 1
+        elif in_flight[name]:
             pending.ended("tier", name, None if move == "kept" else OSError())
-            under_way[name] -= 1
+            in_flight[name] -= 1
             kept |= {name} if move == "kept" else set()
         assert pending_stores.among(NAMES) == {*NAMES} - kept | {"c"}
         assert done == []
     pending.close()
     for name in NAMES:
-        for _ in range(under_way[name]):
+        for _ in range(in_flight[name]):
             assert pending_stores.among(name) == ({name} - kept or {*name} & {"c"})
             assert done == []
             pending.ended("tier", name, OSError())
@@ -132,7 +132,7 @@ def test_a_store_tells_once_when_no_put_of_it_is_under_way(put: Fault, tmp_path:
     with held.cache as cache:
         places = held.engine.places(held.engine.table(len(tokens)))
         transfer = cache.store_chunks(
-            cache.chunks(tokens), places, on_done=lambda: over.append(cache.puts_under_way())
+            cache.chunks(tokens), places, on_done=lambda: over.append(cache.pending_writes())
         )
         assert transfer.result(DEADLINE_S).new_tokens == len(tokens)
         if put is Fault.HANG:

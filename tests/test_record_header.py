@@ -195,13 +195,13 @@ def test_no_more_is_read_than_there_is() -> None:
 
     header, places, damage = records.examine(read, len(record))
     assert damage is None
-    assert places == records.even_places(header.header_bytes, header.layer_bytes, 3)
+    assert places == records.even_ranges(header.header_bytes, header.layer_bytes, 3)
 
 
 @pytest.mark.parametrize("off", [(0, 0, 0, 0, 0, -1), (0, 1, 0, 0, 0, 0)])
 def test_layers_that_do_not_lie_side_by_side_are_not_read(off: tuple[int, ...]) -> None:
     sealed = seal(MLA)
-    flat = np.array(records.even_places(MLA.header_bytes, MLA.layer_bytes, 3)).ravel() + off
+    flat = np.array(records.even_ranges(MLA.header_bytes, MLA.layer_bytes, 3)).ravel() + off
     trailer = records.trailer_of([tuple(pair) for pair in flat.reshape(3, 2).tolist()], MLA.layers_end)
     sealed.record[MLA.layers_end :] = np.frombuffer(trailer, np.uint8)
     record = changed(sealed, 184, "Q", records.layer_checksum(trailer))

@@ -162,19 +162,19 @@ def test_a_thousand_requests_at_once(tmp_path: Path) -> None:
             cache.store(tokens, engine.places(table(REQUESTS + number)))
         cache.flush()
         engine.wipe()
-        under_way: list[tuple[int, Any]] = []
+        in_flight: list[tuple[int, Any]] = []
         for number in range(REQUESTS):
             tokens, places = documents[number % 10], engine.places(table(number))
             if number % 10 >= 8:
                 engine.compute(tokens, table(number))
-                under_way.append((number, cache.store_async(tokens, places)))
+                in_flight.append((number, cache.store_async(tokens, places)))
                 continue
             if number % 3 == 0:
                 cache.prefetch(tokens)
-            under_way.append((number, cache.load_async(cache.lookup(tokens), places)))
+            in_flight.append((number, cache.load_async(cache.lookup(tokens), places)))
             if number % 7 == 0:
-                under_way[-1][1].cancel()
-        for number, move in under_way:
+                in_flight[-1][1].cancel()
+        for number, move in in_flight:
             with suppress(CancelledError):
                 loaded = move.result(DEADLINE_S)
                 if number % 10 < 8:

@@ -458,7 +458,9 @@ def test_what_a_pool_holds_is_told_by_what_it_answers(url: str) -> None:
         closing(new_staging(engine, 8)) as slots,
     ):
         told: list[tuple[list[str], bool]] = []
-        complete = cache.tier_set.watch(["shm"], lambda tier, names, held: told.append((list(names), held)))
+        complete = cache.tier_set.subscribe(
+            ["shm"], lambda tier, names, held: told.append((list(names), held))
+        )
         assert not complete, "a router goes on asking"
         engine.compute(tokens, engine.table(len(tokens)))
         cache.store(tokens, engine.places(engine.table(len(tokens))))

@@ -146,7 +146,7 @@ def test_hits_by_tier_are_those_of_the_cache(
 ) -> None:
     requests = mixed(45, seed=3, block_tokens=2048).requests
     tiers = {
-        "memory": SimulatedTier(capacity=ByteSize(memory * CHUNK), near=True, eviction=eviction),
+        "memory": SimulatedTier(capacity=ByteSize(memory * CHUNK), in_memory=True, eviction=eviction),
         "disk": SimulatedTier(capacity=None if disk is None else ByteSize(disk * CHUNK), eviction=eviction),
     }
     names = {
@@ -173,7 +173,7 @@ def test_fewer_bits_are_those_of_the_cache(tmp_path: Path, memory: int, disk: in
     requests = mixed(45, seed=3, block_tokens=2048).requests
     room = None if disk is None else disk * CHUNK // 2
     tiers = {
-        "memory": {"capacity": memory * CHUNK, "near": True},
+        "memory": {"capacity": memory * CHUNK, "in_memory": True},
         "disk": {"capacity": room, "precision": "int8"},
     }
     names = {"retrieve_from": ("disk", "memory"), "store_to": BOTH, "write_back_to": ("memory",)}
@@ -199,7 +199,7 @@ def test_engines_of_one_host_hit_what_the_others_stored(tmp_path: Path, memory: 
     requests = mixed(30, seed=share, block_tokens=2048).requests
     moved = [replace(r, session=str(i)) if share and i % share == 0 else r for i, r in enumerate(requests)]
     tiers = {
-        "memory": {"scope": "host", "capacity": memory * CHUNK, "near": True},
+        "memory": {"scope": "host", "capacity": memory * CHUNK, "in_memory": True},
         "disk": {"scope": "shared"},
     }
     simulator = Simulator(config(nodes={"both": 2, "per_host": 2}, tiers=tiers), 10)
@@ -224,7 +224,7 @@ def test_engines_of_one_host_hit_what_the_others_stored(tmp_path: Path, memory: 
 
 
 def test_each_host_has_its_own_pool() -> None:
-    tiers = {"pool": {"scope": "host", "capacity": 100 * CHUNK, "near": True, "price_per_gb_month": 1e6}}
+    tiers = {"pool": {"scope": "host", "capacity": 100 * CHUNK, "in_memory": True, "price_per_gb_month": 1e6}}
     nodes = {"both": 4, "per_host": 2, "route": "round-robin"}
     report = simulate(trace(*[request("ab")] * 4), config(nodes=nodes, tiers=tiers))
     assert report.hit_tokens == {"pool": 2 * 19}, "the second engine of each host"
@@ -233,7 +233,7 @@ def test_each_host_has_its_own_pool() -> None:
 
 def test_a_second_turn_by_hand() -> None:
     tiers = {
-        "memory": SimulatedTier(capacity=ByteSize(2 * CHUNK), near=True),
+        "memory": SimulatedTier(capacity=ByteSize(2 * CHUNK), in_memory=True),
         "disk": SimulatedTier(bandwidth=ByteSize(500), latency_ms=250.0, price_per_gb_month=1e6),
     }
     report = simulate(trace(request("ab", "c"), request("abcd", time_s=1.0)), config(tiers=tiers))
@@ -262,7 +262,7 @@ def test_the_last_token_is_always_computed() -> None:
 
 def test_handed_over_is_what_the_decode_node_lacks() -> None:
     nodes = {"prefill": 1, "decode": 1}
-    tiers = {"memory": SimulatedTier(capacity=ByteSize(100 * CHUNK), near=True)}
+    tiers = {"memory": SimulatedTier(capacity=ByteSize(100 * CHUNK), in_memory=True)}
     handoff = {"bandwidth": 1000, "latency_ms": 500}
     report = simulate(
         trace(request("ab", "c", extra=5), request("abcd", time_s=99)),
@@ -277,7 +277,7 @@ def test_handed_over_is_what_the_decode_node_lacks() -> None:
 
 def test_roles_have_policies_of_their_own() -> None:
     tiers = {
-        "memory": {"capacity": 100 * CHUNK, "near": True},
+        "memory": {"capacity": 100 * CHUNK, "in_memory": True},
         "store": {"scope": "shared"},
     }
     policy = {"prefill": {"store_to": ["memory"]}, "decode": {"store_to": ["store"], "write_back_to": []}}

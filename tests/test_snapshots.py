@@ -185,7 +185,7 @@ def test_the_simulator_counts_what_the_cache_does(tmp_path: Path, every: int) ->
     )
     both, found = ("memory", "disk"), Counter[str]()
     model = {"kv_bytes_per_token": 1, "state_bytes": size, "snapshot_every": every}
-    tiers = {"memory": {"capacity": room * size, "near": True}, "disk": {}}
+    tiers = {"memory": {"capacity": room * size, "in_memory": True}, "disk": {}}
     simulator = Simulator(SimulationConfig.model_validate({"model": model, "tiers": tiers}), size)
     engine = HybridEngine(layout, space, 256)
     with Cache(

@@ -68,7 +68,7 @@ def test_a_tier_that_raises_half_way_has_failed_in_the_rest_alone(tmp_path: Path
         engine.compute(tokens, table)
         cache.store(tokens, engine.places(table))
         cache.flush()
-        assert cache.puts_under_way() == 0
+        assert cache.pending_writes() == 0
         counts = cache.counts()
         assert (counts.stored_records, counts.write_errors) == ({"disk": 1}, {"disk": 3})
 
@@ -107,7 +107,7 @@ class Mute(Wrapper):
 
     def __init__(self, inner: Tier) -> None:
         super().__init__(inner)
-        self.tells = False
+        self.reports_evictions = False
 
     def watch(self, held_listener: HeldListener) -> bool:
         return False
@@ -119,7 +119,7 @@ def test_what_a_tier_does_not_tell_its_answers_do(tmp_path: Path) -> None:
     told: dict[str, bool] = {}
     with new_cache(engine, new_staging(engine, 16), [Mute(ObjectTier(str(tmp_path)))]) as cache:
         tiers = cache.tier_set
-        assert not tiers.watch(["disk"], lambda _, names, held: told.update(dict.fromkeys(names, held)))
+        assert not tiers.subscribe(["disk"], lambda _, names, held: told.update(dict.fromkeys(names, held)))
         hit, places = cache.lookup(tokens), engine.places(engine.table(len(tokens)))
         names = hit.chunks.names
         assert told == dict.fromkeys(names, True)

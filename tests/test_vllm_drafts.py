@@ -83,8 +83,8 @@ class DraftingEngine:
             if not self._ahead or len(planned) == 2:
                 self._take(*planned.popleft())
         keeps = self._scheduler.request_finished(self.request, (self._table,))
-        for under_way, _ in planned:
-            self._rank.run(under_way)
+        for in_flight, _ in planned:
+            self._rank.run(in_flight)
         freed: list[str] = []
         for _ in range(3):
             last = self._scheduler.plan({}, lambda _: None)

@@ -185,7 +185,7 @@ def test_flush_ends_while_another_store_is_under_way(tmp_path: Path) -> None:
         for go_on in held:
             go_on()
         flush.result(DEADLINE_S)
-        assert cache.puts_under_way() == 1
+        assert cache.pending_writes() == 1
         tier.release()
 
 
@@ -194,7 +194,7 @@ class Queued:
 
     Attributes:
         started, done: names, in their order.
-        under_way: what was started and has not ended.
+        in_flight: what was started and has not ended.
         at_once: whether puts end as they are started.
     """
 
@@ -202,7 +202,7 @@ class Queued:
         self.queue = WriteQueue(limit)
         self.started: list[str] = []
         self.done: list[str] = []
-        self.under_way: list[WriteJob] = []
+        self.in_flight: list[WriteJob] = []
         self.at_once = False
 
     def go_on(self) -> None:
@@ -211,12 +211,12 @@ class Queued:
                 "another record's slot"
             )
             self.started.extend(job.name for job in jobs)
-            self.under_way.extend(jobs)
-            while self.at_once and self.under_way:
+            self.in_flight.extend(jobs)
+            while self.at_once and self.in_flight:
                 self.end()
 
     def end(self) -> None:
-        self.done.append(self.under_way.pop(0).name)
+        self.done.append(self.in_flight.pop(0).name)
         self.queue.ended()
         self.go_on()
 
@@ -256,7 +256,7 @@ def test_so_many_are_under_way_and_the_others_follow_in_their_order(records: Mak
     assert add(queued, records, 0, 5) == 5
     assert add(queued, records, 5, 9) == 4
     for ended in range(9):
-        assert len(queued.under_way) == min(3, 9 - ended)
+        assert len(queued.in_flight) == min(3, 9 - ended)
         assert len(queued.started) == min(3 + ended, 9)
         queued.end()
     assert queued.started == queued.done == [str(i) for i in range(9)]
@@ -284,7 +284,7 @@ def test_what_waits_is_given_up_and_a_stuck_tier_takes_no_more(
     assert add(queued, records, 6, 8) == 0
     queued.end()
     assert add(queued, records, 8, 10) == 1, "one more than is under way"
-    while queued.under_way:
+    while queued.in_flight:
         queued.end()
     assert not queue.stuck, "nothing is under way"
     assert queued.done == ["0", "1", "8"]
@@ -306,6 +306,6 @@ def test_a_callback_that_fails_keeps_no_flush_waiting(tmp_path: Path) -> None:
             DEADLINE_S
         )
         cache.flush(DEADLINE_S / 4)
-        assert cache.puts_under_way() == 0
+        assert cache.pending_writes() == 0
         assert cache.counts().stored_records == {"memory": 3, "disk": 3}
         assert not cache.counts().write_errors

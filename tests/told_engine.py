@@ -99,7 +99,7 @@ class ToldEngine:
                 ranks=(rank, self._count),
                 memory="64KiB",
                 disk="112KiB",
-                tells=True,
+                reports_tiers=True,
             )
             for rank in range(self._count)
         ]

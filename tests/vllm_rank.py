@@ -50,7 +50,7 @@ class Rank:
         server: dict[str, Any] | None = None,
         memory: str = "1MiB",
         disk: str | None = None,
-        tells: bool = False,
+        reports_tiers: bool = False,
         loras: Loras | None = None,
         heads: RankHeads | None = None,
         stages: StageLayers | None = None,
@@ -91,7 +91,14 @@ class Rank:
         fields: dict[str, Any] = {"rank": number, "world": world, "ranks_share": share, "draft": draft}
         namespace = config.namespace(layout, model="m", dtype="float32", **fields)
         self.worker = Worker(
-            config, settings, layout, where, namespace, reports_tiers=tells, served=served, loras=loras
+            config,
+            settings,
+            layout,
+            where,
+            namespace,
+            reports_tiers=reports_tiers,
+            served=served,
+            loras=loras,
         )
         self.blocking_load = load != "async"
         self.number = 0

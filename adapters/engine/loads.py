@@ -111,8 +111,8 @@ class PromptLoad:
         states is loaded in one, as only the states after its last token are loaded.
         """
         size = hit.chunks.chunk_tokens
-        near = all(cache.tiers[segment.tier].near for segment in hit.plan.segments)
-        middle = (first + last) // 2 if near and not hit.chunks.states else first
+        in_memory = all(cache.tiers[segment.tier].in_memory for segment in hit.plan.segments)
+        middle = (first + last) // 2 if in_memory and not hit.chunks.states else first
         parts = [(start, stop) for start, stop in ((first, middle), (middle, last)) if start < stop]
         return [
             (

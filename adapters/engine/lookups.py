@@ -115,7 +115,7 @@ class Lookups:
         status = None if self.receiver is None else self.receiver.status(lookup.transfer)
         if space is None or status is None or status.phase is not Phase.COMMITTED or lookup.documents:
             return None
-        if lookup.policy.load_from or not all(cache.tiers[n].near for n in cache.policy.retrieve_from):
+        if lookup.policy.load_from or not all(cache.tiers[n].in_memory for n in cache.policy.retrieve_from):
             return None
         self.cancel(lookup.request_id)
         self._request(lookup.request_id).received = lookup.transfer

@@ -279,7 +279,7 @@ class Events:
             self._lost, self._complete = True, False
             changed.append(self._held.popitem(last=False)[0])
         for tier, (first, name) in changed:
-            ranks = self.per_host if self.tiers[tier].common else 1
+            ranks = self.per_host if self.tiers[tier].shared_by_ranks else 1
             chunks = (self._chunks.get((rank, name)) for rank in range(first, first + ranks))
             for chunk in {id(chunk): chunk for chunk in chunks if chunk is not None}.values():
                 self._update(chunk)
@@ -287,7 +287,7 @@ class Events:
     def _holder(self, tier: str, record: OfRank) -> tuple[str, OfRank]:
         """Return a record's key in `_held`: by its rank, or by its host's first rank in a common tier."""
         rank, name = record
-        return tier, (rank - rank % self.per_host if self.tiers[tier].common else rank, name)
+        return tier, (rank - rank % self.per_host if self.tiers[tier].shared_by_ranks else rank, name)
 
     def _update(self, chunk: AnnouncedChunk) -> None:
         """Announce the tiers that began or ceased to hold a chunk."""

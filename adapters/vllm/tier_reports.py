@@ -23,7 +23,7 @@ class TierReports(Capability):
     def __init__(self, context: WorkerContext, tiers: Iterable[str]) -> None:
         self._context = context
         self._changes = Changes()
-        self._watches_all = context.cache.tier_set.watch(tuple(tiers), self._changes.note)
+        self._watches_all = context.cache.tier_set.subscribe(tuple(tiers), self._changes.note)
         held = self._changes.records
         context.report.watches = self._watches_all and not held
         self._listing: Listing | None = Listing(context.cache, held, context.namespace)

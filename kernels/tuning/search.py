@@ -245,8 +245,8 @@ def search(
     Returns:
         result to keep, None if no configuration is correct; and the trial of every configuration.
     """
-    default, looks = problem.space[0], {config: look.get(config, CompileInfo()) for config in problem.space}
-    first, outcome = _sample_all(problem, measure, looks, roof, late, on_trial)
+    default, infos = problem.space[0], {config: look.get(config, CompileInfo()) for config in problem.space}
+    first, outcome = _sample_all(problem, measure, infos, roof, late, on_trial)
     median = {config: statistics.median(times) for config, times in first.items()}
     samples = _sample_again(_finalists(median, default), measure, late)
     winner, faults = _fastest_right(case, default, median, samples)
@@ -254,7 +254,7 @@ def search(
     if winner is not None:
         outcome[winner] = "best"
     times = first | samples
-    trials = tuple(_trial(c, times.get(c, ()), outcome[c] or "slower", looks[c]) for c in problem.space)
+    trials = tuple(_trial(c, times.get(c, ()), outcome[c] or "slower", infos[c]) for c in problem.space)
     us = {trial.config: trial.us for trial in trials}
     if winner is None:
         return None, trials
@@ -270,7 +270,7 @@ def _trial(config: KernelConfig, seconds: Sequence[float], outcome: str, look: C
 def _sample_all(
     problem: Problem,
     measure: Measure,
-    looks: Mapping[KernelConfig, CompileInfo],
+    infos: Mapping[KernelConfig, CompileInfo],
     roof: Roofline,
     late: Late,
     on_trial: OnTrial,
@@ -281,7 +281,7 @@ def _sample_all(
         seconds of the first samples of each configuration that ran; and for all configurations why they did
         not run, "" if they did.
     """
-    default, outcome = problem.space[0], {config: looks[config].rejection for config in problem.space}
+    default, outcome = problem.space[0], {config: infos[config].rejection for config in problem.space}
     first: dict[KernelConfig, list[float]] = {}
     compiled: dict[object, KernelConfig] = {}
     fastest = math.inf
@@ -292,7 +292,7 @@ def _sample_all(
         for config in pending:
             if outcome[config] and config != default:
                 continue
-            binary = config._replace(stages=0), looks[config].binary or config
+            binary = config._replace(stages=0), infos[config].binary or config
             if (twin := compiled.setdefault(binary, config)) != config:
                 outcome[config] = f"the same binary as {twin}"
                 continue
@@ -308,7 +308,7 @@ def _sample_all(
             except CompileError as error:
                 outcome[config] = f"does not run: {error}"
                 continue
-            on_trial(problem, _trial(config, first[config], UNCHECKED, looks[config]))
+            on_trial(problem, _trial(config, first[config], UNCHECKED, infos[config]))
             seconds = statistics.median(first[config])
             fastest = min(fastest, seconds)
             if roof.refuted_by(work, seconds):

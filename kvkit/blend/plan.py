@@ -243,7 +243,7 @@ def count_of(selection: Selection, plan: BlendPlan, layers: int) -> tuple[int, i
     return max(0, round((budget - looked * len(plan.computed)) / layers)), looked
 
 
-def looks(selection: Selection, plan: BlendPlan, layers: int) -> int:
+def observed_layers(selection: Selection, plan: BlendPlan, layers: int) -> int:
     """Return the number of layers to run before tokens are chosen; 0: scores would change nothing."""
     count, looked = count_of(selection, plan, layers)
     first = select_tokens(None, plan.starts, plan.reused, 0, selection.first_n)
@@ -288,7 +288,8 @@ def choose(
     """Choose the reused tokens to recompute, int32 ascending, in a model of `layers` layers.
 
     Args:
-        seen: input that the selection's method needs, see `kvkit.blend.methods.method`; None if `looks` is 0.
+        seen: input that the selection's method needs, see `kvkit.blend.methods.method`; None if
+            `observed_layers` is 0.
         among: bool [N], tokens that may be chosen, and their number to choose; None: the reused tokens, and
             the number from `count_of`.
 

@@ -36,7 +36,7 @@ from numpy.typing import NDArray
 from kvkit.blend.drift import Drift
 from kvkit.blend.methods.method import NeedsAuxiliary, NeedsDeviation, NeedsQuestion
 from kvkit.blend.methods.registry import named
-from kvkit.blend.plan import BlendError, BlendPlan, Selection, choose, filtered, looks, question_of
+from kvkit.blend.plan import BlendError, BlendPlan, Selection, choose, filtered, observed_layers, question_of
 from kvkit.format.rope import Rope
 from kvkit.kernels.attention.api import blend_attention, query_scores, rope_scatter, token_deviation
 from kvkit.kernels.attention.layer import RowTurns, Scoring
@@ -145,7 +145,7 @@ def blend(
     needs, seen = named(selection.method).needs, None
     if isinstance(needs, NeedsAuxiliary) and auxiliary is None:
         raise BlendError(f"method={selection.method!r}: needs {needs}: want `auxiliary`")
-    if looked := looks(selection, plan, decoder.layers):
+    if looked := observed_layers(selection, plan, decoder.layers):
         if isinstance(needs, NeedsDeviation):
             return run.by_deviation(selection)
         if isinstance(needs, NeedsQuestion):

@@ -22,7 +22,7 @@ from pydantic import ByteSize
 from kvkit.config import Config
 from kvkit.format import record
 from kvkit.format.layout import KVLayout, LayerGroup, Namespace
-from kvkit.format.names import narrowed_name
+from kvkit.format.names import quantised_name
 from kvkit.format.record import RecordFormat
 from kvkit.format.urls import hide
 from kvkit.staging import Lease, Staging
@@ -203,7 +203,7 @@ def _small(config: TierConfig) -> Iterator[TierConfig]:
             yield config.model_copy(update={"capacity": None, "quota": None})
         finally:
             for root in (place for place in config.urls if kind_of(place) is TIERS["folder"]):
-                array = narrowed_name(FORM.array, config.precision) if config.precision else FORM.array
+                array = quantised_name(FORM.array, config.precision) if config.precision else FORM.array
                 array = os.path.join(LocalFileSystem._strip_protocol(root), array)
                 with suppress(OSError):  # missing, not empty, or in use by another check
                     os.rmdir(array)

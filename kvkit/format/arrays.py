@@ -9,7 +9,7 @@ from typing import Any
 
 from kvkit.format.layout import Precision
 from kvkit.format.names import HIGH_BITS, LOW_BITS, METADATA
-from kvkit.format.narrowed import narrowed_shape
+from kvkit.format.quantised import quantised_shape
 from kvkit.format.record import CODEC_LEVEL, RecordFormat
 
 MAX_METADATA_BYTES = 1 << 20
@@ -35,7 +35,7 @@ def metadata(form: RecordFormat, codec: str = "none", narrowed: Precision | None
     k_size = 0 if group.opaque else group.k_size
     stored = "uint8" if group.opaque or narrowed else _STORED_DTYPE.get(rows.dtype, rows.dtype)
     width = 1 if stored == "uint8" else rows.item_bytes  # of the elements with shuffled bits
-    shape = narrowed_shape(form.shape, k_size, group.dtype) if narrowed else form.shape
+    shape = quantised_shape(form.shape, k_size, group.dtype) if narrowed else form.shape
     compressors: dict[str, Any] = {
         "none": None,
         "zstd": ZstdCodec(level=CODEC_LEVEL, checksum=False),

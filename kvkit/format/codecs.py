@@ -19,7 +19,7 @@ from kvkit.format.record import (
     CODECS,
     Damage,
     RecordError,
-    even_places,
+    even_ranges,
     examine,
     read_header,
     read_index,
@@ -87,7 +87,7 @@ def decompress(record: Buffer, out: Buffer) -> Damage | int:
         target[:total] = view
         return total
     size = header.layer_bytes
-    places = even_places(header.header_bytes, size, header.shape[0])
+    places = even_ranges(header.header_bytes, size, header.shape[0])
     compressor, declared = _compressor(header.codec), _DECLARED[header.codec]
     target[: header.header_bytes] = view[: header.header_bytes]
     sums: list[int] = []

@@ -33,7 +33,7 @@ def is_folder(name: str) -> bool:
     return _FOLDER.fullmatch(name) is not None
 
 
-def narrowed_name(name: str, precision: str) -> str:
+def quantised_name(name: str, precision: str) -> str:
     """Convert the name of an exact record or array to its name at `precision`, and that name back.
 
     It is its own inverse, so exact and quantised records of one store stay apart. Returns names with another

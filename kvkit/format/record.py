@@ -208,7 +208,7 @@ class RecordFormat:
         header_bytes = _header_bytes(shape[0], tokens)
         layer_bytes = group.layer_bytes(tokens)
         layers_end = header_bytes + shape[0] * layer_bytes
-        trailer = trailer_of(even_places(header_bytes, layer_bytes, shape[0]), layers_end)
+        trailer = trailer_of(even_ranges(header_bytes, layer_bytes, shape[0]), layers_end)
         record_bytes = layers_end + len(trailer)
         k_size, dtype = 0 if group.opaque else group.k_size, dtype_name(group.precision, group.dtype)
         fields = (  # as in HEADER
@@ -496,7 +496,7 @@ def read_index(record: Buffer, layers: int) -> list[tuple[int, int]]:
     return [(int(offset), int(size)) for offset, size in entries]
 
 
-def even_places(start: int, layer_bytes: int, layers: int) -> list[tuple[int, int]]:
+def even_ranges(start: int, layer_bytes: int, layers: int) -> list[tuple[int, int]]:
     """Return offset and bytes of every uncompressed layer, with the first at `start`."""
     return [(start + i * layer_bytes, layer_bytes) for i in range(layers)]
 

@@ -13,7 +13,7 @@ from kvkit.handoff.sender import Sender
 from kvkit.kernels.pages.streams import CudaEvents
 from kvkit.staging import Lease, StagingTimeout, release_all
 from kvkit.transfer.read_pipeline import MAX_IN_FLIGHT
-from kvkit.transfer.sequence import AllPages, Chunks, SequencePages, at_place, check_pages, snapshot_places
+from kvkit.transfer.sequence import AllPages, Chunks, SequencePages, check_pages, pages_at, snapshot_chunks
 from kvkit.transfer.store import pack_records
 from kvkit.transfer.write_pipeline import Batch, WritePipeline
 from kvkit.workers import Stopped, Transfer
@@ -68,8 +68,8 @@ class ChunkSender:
             after = ()
         sent = self._send(chunks, groups, transfer, after)
         states = groups[chunks.groups :]
-        for i in snapshot_places(states, len(chunks)):
-            self._send(chunks.snapshot(i), at_place(states, i), transfer, after)
+        for i in snapshot_chunks(states, len(chunks)):
+            self._send(chunks.snapshot(i), pages_at(states, i), transfer, after)
         if transfer.stopped:
             with self.writes.tiers.counting() as counts:
                 counts.cancelled += 1

@@ -33,7 +33,7 @@ class Endpoint(Handler):
 
     Args:
         receiver: takes the records that peers send; None for a node that only answers.
-        near: other tiers in this host's memory; peers may query and pull from them and from `receiver`.
+        in_memory: other tiers in this host's memory; peers may query and pull from them and from `receiver`.
         listen: addresses, see `kvkit.handoff.transport.addresses`.
         timeout_s: limit for one frame, in seconds, and for the handshake if less than `HANDSHAKE_S`.
         pin_s: how long a tier in memory keeps records that a sender need not send, in seconds.
@@ -50,7 +50,7 @@ class Endpoint(Handler):
     def __init__(
         self,
         receiver: Receiver | None,
-        near: Sequence[Tier],
+        in_memory: Sequence[Tier],
         identity: Identity,
         listen: Sequence[str],
         *,
@@ -59,8 +59,8 @@ class Endpoint(Handler):
         tls: ssl.SSLContext | None = None,
     ) -> None:
         self._receiver = receiver
-        self._near = near
-        self._held: list[Tier | Receiver] = [*near, receiver] if receiver else [*near]
+        self._in_memory = in_memory
+        self._held: list[Tier | Receiver] = [*in_memory, receiver] if receiver else [*in_memory]
         self._identity = identity
         self._timeout_s = timeout_s
         self._pin_s = pin_s
@@ -112,7 +112,7 @@ class Endpoint(Handler):
                 with self._lock:
                     self._pulls.pop((link.number, transfer), None)
             case messages.Reserve(names=names):
-                pinned = [n for n in names if any(tier.pin([n], self._pin_s) for tier in self._near)]
+                pinned = [n for n in names if any(tier.pin([n], self._pin_s) for tier in self._in_memory)]
                 self._receives(message).received(link, message, pinned)
             case _:
                 self._receives(message).received(link, message)

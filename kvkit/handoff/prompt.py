@@ -330,7 +330,7 @@ class Prompts:
         return done
 
     @property
-    def under_way(self) -> bool:
+    def in_flight(self) -> bool:
         """True if any transfer is in flight."""
         return any(not prompt.closed for prompt in self._prompts.values())
 

@@ -128,7 +128,7 @@ class Receiver:
             for key in [key for key in self._unanswered if key[0] == link.number]:
                 release_all(self._unanswered.pop(key))
 
-    def watch(self, changed: Callable[[object], None]) -> None:
+    def subscribe(self, changed: Callable[[object], None]) -> None:
         """Call `changed` with the receiver whenever a transfer is committed or over.
 
         Any thread may call it, under the receiver's lock: it must be quick and not wait.

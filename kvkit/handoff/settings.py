@@ -197,7 +197,7 @@ def slots_of(tokens: int, layout: KVLayout, namespace: Namespace) -> int:
 
 def open_handoff(
     config: HandoffConfig,
-    near: Sequence[Tier],
+    in_memory: Sequence[Tier],
     layout: KVLayout,
     namespace: Namespace,
     secret: bytes,
@@ -206,7 +206,7 @@ def open_handoff(
     """Open the tier "handoff" and one tier for each peer. Peers can connect and query from now on.
 
     Args:
-        near: other tiers in this host's memory; peers may query and pull from them.
+        in_memory: other tiers in this host's memory; peers may query and pull from them.
         secret: shared secret of this node and its peers, empty for none.
         timeout_s: limit for a connection and for a single frame, in seconds.
 
@@ -242,7 +242,7 @@ def open_handoff(
         if config.listen:
             endpoint = Endpoint(
                 receiver,
-                near,
+                in_memory,
                 identity,
                 [addresses.of_rank(address, namespace.rank) for address in config.listen],
                 timeout_s=timeout_s,

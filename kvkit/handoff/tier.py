@@ -23,7 +23,7 @@ class HandoffTier(Tier):
         shutdown_s: how long `close` waits for each of them, in seconds.
     """
 
-    near = True
+    in_memory = True
     read_only = True
 
     def __init__(

@@ -2,7 +2,7 @@
 
     GET  /metrics    Prometheus' text (`kvkit.observe.metrics`)
     GET  /health     {"status": the worst state, "tiers": {name: state}}; HTTP status 503 while a tier is open
-    GET  /tiers      [{"name", "scope", "codec", "precision", "near", "state", "queue_depth"}, ...]
+    GET  /tiers      [{"name", "scope", "codec", "precision", "in_memory", "state", "queue_depth"}, ...]
     POST /lookup     {"tokens": [...]} -> {"tokens", "hit_tokens", "by_tier", "engine"}; moves nothing
     POST /clear      {"tier": name} -> {"removed_records"}
     POST /pin        {"tokens": [...], "seconds": s} -> {"pinned_tokens"}
@@ -246,7 +246,8 @@ def _tiers(cache: Cache) -> list[dict[str, Any]]:
             "scope": tier.scope,
             "codec": tier.codec,
             "precision": tier.precision,
-            "near": tier.near,
+            "in_memory": tier.in_memory,
+            "near": tier.in_memory,  # its name before; to go with the next version
             "state": states[name],
             "queue_depth": depths.get(name, 0),
         }

@@ -106,7 +106,7 @@ class CacheCollector(Collector):
         staging, space = self._cache.staging, self._cache.namespace
         return {
             "kvkit_cache_info": {(space.model, str(space.rank), str(space.world)): 1},
-            "kvkit_puts_under_way": {(): self._cache.puts_under_way()},
+            "kvkit_puts_under_way": {(): self._cache.pending_writes()},
             "kvkit_slots": {(): staging.slots},
             "kvkit_slots_in_use": {(): staging.slots - staging.free},
             "kvkit_queue_depth": {(tier,): depth for tier, depth in self._cache.queue_depths().items()},
@@ -169,8 +169,8 @@ def _handoff(tier: HandoffTier) -> dict[str, _Samples]:
     ended: _Samples = {}
     for side, engine, phases in (("sender", tier.sender, Stage), ("receiver", tier.receiver, Phase)):
         if engine is not None:
-            under_way = Counter(engine.transfers().values())
-            transfers |= {(side, phase): under_way[phase] for phase in phases if phase != Stage.ENDED}
+            in_flight = Counter(engine.transfers().values())
+            transfers |= {(side, phase): in_flight[phase] for phase in phases if phase != Stage.ENDED}
             ended |= {(side, outcome): engine.outcomes[outcome] for outcome in get_args(Outcome)}
     if tier.receiver is not None:
         arena = tier.receiver.arena

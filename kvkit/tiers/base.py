@@ -94,10 +94,10 @@ class Tier(ABC):
         common: True if each rank of an engine on this host finds the records that any other rank puts.
         read_only: True if its records arrive in another way than `put`, which refuses every record.
         reads_at_once: number of records that it reads in parallel; further reads wait.
-        reads_parts: True if `get_ranges` moves only the requested bytes.
+        reads_ranges: True if `get_ranges` moves only the requested bytes.
         slots: number of staging slots that its records may occupy.
         largest: bytes of the largest record, uncompressed; a larger one is damaged and is not read.
-        tells: True if listeners of `watch` are called for evicted and deleted records too.
+        reports_evictions: True if listeners of `subscribe` are called for evicted and deleted records too.
         evicted: number of records evicted so far.
     """
 
@@ -105,14 +105,14 @@ class Tier(ABC):
     scope: Scope = "node"
     codec: str = "none"
     precision: Precision | None = None
-    near: bool = False
-    common: bool = False
+    in_memory: bool = False
+    shared_by_ranks: bool = False
     read_only: bool = False
     reads_at_once: int = 32
-    reads_parts: bool = False
+    reads_ranges: bool = False
     slots: int = 0
     largest: int = LARGEST_BYTES
-    tells: bool = False
+    reports_evictions: bool = False
     evicted: int = 0
     _held_listener: HeldListener = staticmethod(_nobody)
 
@@ -161,7 +161,7 @@ class Tier(ABC):
         """Return the number of reads and writes that were started and that no thread has taken yet."""
         return 0
 
-    def watch(self, held_listener: HeldListener) -> bool:
+    def subscribe(self, held_listener: HeldListener) -> bool:
         """Report held records, and from now on those put, found by a lookup, evicted or deleted. Mutates.
 
         Returns:

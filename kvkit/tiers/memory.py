@@ -38,8 +38,8 @@ class MemoryTier(Tier):
         ValueError: the capacity is below one slot, or leaves no slot for staging.
     """
 
-    near = True
-    tells = True
+    in_memory = True
+    reports_evictions = True
 
     def __init__(
         self,
@@ -84,8 +84,8 @@ class MemoryTier(Tier):
             self._held_listener(names[:run], True)
             return run
 
-    def watch(self, held_listener: HeldListener) -> bool:
-        super().watch(held_listener)
+    def subscribe(self, held_listener: HeldListener) -> bool:
+        super().subscribe(held_listener)
         with self._lock:
             held_listener(list(self._leases), True)
         return True

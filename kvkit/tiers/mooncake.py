@@ -115,7 +115,7 @@ class MooncakeTier(Tier):
         ModuleNotFoundError: the package mooncake is missing.
     """
 
-    reads_parts = True
+    reads_ranges = True
 
     def __init__(self, config: TierConfig | str, staging: Staging, name: str = "mooncake") -> None:
         if isinstance(config, str):

@@ -37,7 +37,7 @@ from kvkit.tiers.base import (
 )
 from kvkit.tiers.eviction.state import EvictionState
 from kvkit.tiers.folder import Access, Folder
-from kvkit.tiers.narrow import NarrowedStore, exact_bytes, narrow, widen
+from kvkit.tiers.quantised import QuantisedStore, dequantise, exact_bytes, quantise
 from kvkit.tiers.settings import TierConfig, tier_at
 from kvkit.tiers.store_index import StoreIndex
 from kvkit.tiers.stores import open_store
@@ -64,7 +64,7 @@ class ObjectTier(ThreadedTier):
         ValueError: a setting is invalid; the message names the choices.
     """
 
-    tells = True
+    reports_evictions = True
 
     def __init__(self, config: TierConfig | str, name: str = "disk") -> None:
         if isinstance(config, str):
@@ -74,14 +74,14 @@ class ObjectTier(ThreadedTier):
             if isinstance(opened, Folder):
                 _tidy(name, opened, config.access)
         store: ObjectStore = stores[0] if len(stores) == 1 else StripedStore(stores)
-        self._store = store if config.precision is None else NarrowedStore(store, config.precision)
+        self._store = store if config.precision is None else QuantisedStore(store, config.precision)
         local = isinstance(stores[0], Folder)
         threads = config.threads or (default_threads() if local else _REQUESTS) * len(stores)
         self._looks = 1 if local else threads
         super().__init__(name, threads)
         self.scope = config.scope
         self.codec, self.precision = config.codec, config.precision
-        self.reads_parts = self.codec == "none" and self.precision is None  # objects equal their slots
+        self.reads_ranges = self.codec == "none" and self.precision is None  # objects equal their slots
         self._local = threading.local()
         limits = [capacity for capacity in config.capacities if capacity is not None]
         capacity = min(limits) * len(stores) if limits else None
@@ -116,8 +116,8 @@ class ObjectTier(ThreadedTier):
             looks = self._looks
         return self._index.use_run(names[:count])
 
-    def watch(self, held_listener: HeldListener) -> bool:
-        self._index.watch(held_listener)
+    def subscribe(self, held_listener: HeldListener) -> bool:
+        self._index.subscribe(held_listener)
         if self.scope != "node":
             return False
         self._index.report()
@@ -160,7 +160,7 @@ class ObjectTier(ThreadedTier):
             return self._store.read(name, buffer)
 
     def get_ranges(self, name: str, ranges: Ranges, buffers: Sequence[memoryview]) -> None:
-        if self.reads_parts and name not in self._index.compressed:
+        if self.reads_ranges and name not in self._index.compressed:
             try:
                 with self._index.forgetting(name):
                     self._store.read_ranges(name, ranges, buffers)
@@ -215,12 +215,12 @@ class ObjectTier(ThreadedTier):
         if self.precision is None:
             restored = decompress(packed, target)
         elif not is_compressed(packed):
-            restored = widen(packed, self.precision, target)
+            restored = dequantise(packed, self.precision, target)
         else:
             narrowed = self._scratch(len(target), "narrowed")
             restored = decompress(packed, narrowed)
             if not isinstance(restored, Damage):
-                restored = widen(narrowed[:restored], self.precision, target)
+                restored = dequantise(narrowed[:restored], self.precision, target)
         if isinstance(restored, Damage):
             raise DamagedObject(f"tier {self.name!r}: {name} is damaged ({restored})", restored)
         return restored
@@ -244,20 +244,20 @@ class ObjectTier(ThreadedTier):
             self._index.forget(missing)
 
     def _put_one(self, name: str, lease: Lease) -> None:
-        if self.reads_parts or self._size_held(False, name) is not None:
+        if self.reads_ranges or self._size_held(False, name) is not None:
             super()._put_one(name, lease)
             return
         record = lease.buffer[: lease.used]
         if self.precision is not None:
             narrowed = self._scratch(len(lease.buffer), "narrowed")
-            record = narrowed[: narrow(record, self.precision, narrowed)]
+            record = narrowed[: quantise(record, self.precision, narrowed)]
         if self.codec != "none":
             packed = self._scratch(len(lease.buffer))
             record = packed[: compress(record, self.codec, packed)]
         self.write(name, record)
 
     def _get_one(self, name: str, lease: Lease) -> None:
-        if self.reads_parts:
+        if self.reads_ranges:
             super()._get_one(name, lease)
             if not is_compressed(lease.buffer[: lease.used]):
                 return

@@ -61,7 +61,7 @@ class RedisTier(ThreadedTier):
         ModuleNotFoundError: the package redis is missing.
     """
 
-    reads_parts = True
+    reads_ranges = True
 
     def __init__(self, config: TierConfig | str, name: str = "redis") -> None:
         if isinstance(config, str):

@@ -149,7 +149,7 @@ class TierConfig(BaseModel):
         return self.url is None and self.kind is None
 
     @property
-    def common(self) -> bool:
+    def shared_by_ranks(self) -> bool:
         """True if each rank of an engine on one host finds the records that any other rank puts."""
         return self.kind is None and not self.in_memory and (len(self.urls) < 2 or self.spread != "by_rank")
 
@@ -214,7 +214,7 @@ def open_tier(name: str, config: TierConfig, staging: Staging, rank: int = 0) ->
         OSError: the tier cannot be opened.
     """
     tier = _open_any(name, config, staging, rank)
-    tier.common = config.common
+    tier.shared_by_ranks = config.shared_by_ranks
     return tier
 
 

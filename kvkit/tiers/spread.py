@@ -44,7 +44,7 @@ class SpreadTier(Tier):
         self.name = name
         self.scope = paths[0].scope
         self.codec, self.precision = paths[0].codec, paths[0].precision
-        self.reads_parts = all(path.reads_parts for path in paths)
+        self.reads_ranges = all(path.reads_ranges for path in paths)
         self._paths = tuple(paths)
         self._health = tuple(Health() for _ in paths)
 
@@ -54,12 +54,12 @@ class SpreadTier(Tier):
         return sum(path.evicted for path in self._paths)
 
     @property
-    def tells(self) -> bool:  # type: ignore[override]
+    def reports_evictions(self) -> bool:  # type: ignore[override]
         """True if every path reports evicted and deleted records."""
-        return all(path.tells for path in self._paths)
+        return all(path.reports_evictions for path in self._paths)
 
-    def watch(self, held_listener: HeldListener) -> bool:
-        return all([path.watch(held_listener) for path in self._paths])  # noqa: C419 - each is watched
+    def subscribe(self, held_listener: HeldListener) -> bool:
+        return all([path.subscribe(held_listener) for path in self._paths])  # noqa: C419 - each is watched
 
     def limit(self, slot_bytes: int) -> None:
         super().limit(slot_bytes)

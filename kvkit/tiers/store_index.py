@@ -34,7 +34,7 @@ class StoreIndex:
         self._leaving: set[str] = set()  # evicted, not put again, and not deleted yet
         self._doubted: list[set[str]] = []  # per `doubting` block, the names not found since it began
 
-    def watch(self, held_listener: HeldListener) -> None:
+    def subscribe(self, held_listener: HeldListener) -> None:
         """Report records put, found, evicted and deleted from now on. Mutates."""
         self._held_listener = held_listener
 

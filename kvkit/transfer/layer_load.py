@@ -141,8 +141,8 @@ class LayerLoad:
 
         Ends the run before the first tier with an open circuit.
         """
-        passed_over = (s.start for s in self._plan.segments if self._tier_set.passed_over(s.tier))
-        self._count = next(passed_over, self._count)
+        circuit_open = (s.start for s in self._plan.segments if self._tier_set.circuit_open(s.tier))
+        self._count = next(circuit_open, self._count)
         self._reads.clip(self._count)
         for entry in self._entries(0, self._count):
             lease = self._tier_set.tiers[entry.tier].borrow(entry.name)
@@ -161,7 +161,7 @@ class LayerLoad:
         wanted = [
             entry
             for entry in self._entries(0, self._count)
-            if entry.lease is None and (entry.tier in kept or not tiers[entry.tier].reads_parts)
+            if entry.lease is None and (entry.tier in kept or not tiers[entry.tier].reads_ranges)
         ]
         biggest = max(form.layer_bytes for form in self._chunks.formats)
         by_layers = -(-self._count // (staging.slot_bytes // biggest))  # slots for a layer of every chunk
@@ -172,7 +172,7 @@ class LayerLoad:
                 leases = staging.acquire(slots, 0.0)
         reads: dict[str, list[WholeRead]] = {}
         for entry, lease in zip(wanted, leases, strict=False):
-            if not tiers[entry.tier].reads_parts:
+            if not tiers[entry.tier].reads_ranges:
                 entry.whole = True
                 entry.coming = Future()
                 reads.setdefault(entry.tier, []).append(WholeRead(entry.name, lease, entry.coming))

@@ -16,7 +16,7 @@ from kvkit.transfer.lookup import find, nearest, with_states
 from kvkit.transfer.plan import RetrievePlan, Segment
 from kvkit.transfer.policy import for_request
 from kvkit.transfer.read_pipeline import PlanReads, SegmentReads
-from kvkit.transfer.sequence import Chunks, Hit, Loaded, SequencePages, at_place, snapshot_places
+from kvkit.transfer.sequence import Chunks, Hit, Loaded, SequencePages, pages_at, snapshot_chunks
 from kvkit.transfer.tier_set import TierSet
 from kvkit.transfer.write_backs import WriteBacks
 from kvkit.transfer.write_pipeline import WritePipeline
@@ -105,10 +105,10 @@ class Load:
 
     def _restore(self, transfer: Transfer[Any]) -> int:
         """Load the last available snapshot within the loaded run; return the chunks up to it."""
-        for place in reversed(snapshot_places(self._states, self._done)):
+        for place in reversed(snapshot_chunks(self._states, self._done)):
             snapshot = self._chunks.snapshot(place)
             hit = Hit(snapshot, find(self.tiers, snapshot, RetrievePlan(1)))
-            pages = at_place(self._states, place)
+            pages = pages_at(self._states, place)
             if Load(self.tiers, self.writes, hit, pages, None, self.after).run(transfer).tokens:
                 return place + 1
         return 0
@@ -124,7 +124,7 @@ class Load:
         """
         rest = [Segment(s.tier, max(s.start, self._done), s.stop) for s in self._plan.segments]
         rest = [s for s in rest if s.stop > self._done]
-        usable = list(takewhile(lambda s: not self.tiers.passed_over(s.tier), rest))
+        usable = list(takewhile(lambda s: not self.tiers.circuit_open(s.tier), rest))
         if not usable:
             self._seek_elsewhere(rest[0].tier)
         return usable
@@ -158,7 +158,7 @@ class PrefetchLoad(Load):
 
     def _use(self, tier: str, first: int, leases: Sequence[Lease]) -> None:
         keep_in_staging = self.keep_in_staging or tier in self.tiers.approximate
-        if keep_in_staging and not self.tiers.tiers[tier].near:
+        if keep_in_staging and not self.tiers.tiers[tier].in_memory:
             names = self._chunks.records(first, first + len(leases) // self._chunks.groups)
             for name, lease in zip(names, leases, strict=True):
                 self.tiers.prefetched.keep(self.tiers.storage_name(tier, name), lease, self)
@@ -191,23 +191,23 @@ def prefetch(tiers: TierSet, writes: WritePipeline, chunks: Chunks, transfer: Tr
     Returns:
         The hit that is available when all is in host memory or `transfer` is stopped.
     """
-    hit = _bring_near(tiers, writes, chunks, transfer)
+    hit = _prefetch_records(tiers, writes, chunks, transfer)
     plan = with_states(tiers, chunks, hit.plan, 0.0)
     if chunks.states and plan.chunks:
-        _bring_near(tiers, writes, chunks.snapshot(plan.chunks - 1), transfer)
+        _prefetch_records(tiers, writes, chunks.snapshot(plan.chunks - 1), transfer)
     return Hit(chunks, plan)
 
 
-def _bring_near(tiers: TierSet, writes: WritePipeline, chunks: Chunks, transfer: Transfer[Any]) -> Hit:
+def _prefetch_records(tiers: TierSet, writes: WritePipeline, chunks: Chunks, transfer: Transfer[Any]) -> Hit:
     """Run `prefetch` for the records of the chunks themselves, or for a snapshot."""
     # 1. the segments outside host memory
     found = with_states(tiers, chunks, find(tiers, chunks, RetrievePlan(len(chunks))), 0.0)
-    near = [name for name, tier in tiers.tiers.items() if tier.near]
-    far = [segment for segment in found.segments if segment.tier not in near]
-    if not far:
+    in_memory = [name for name, tier in tiers.tiers.items() if tier.in_memory]
+    remote = [segment for segment in found.segments if segment.tier not in in_memory]
+    if not remote:
         return Hit(chunks, found)
-    first, stop = far[0].start, far[-1].stop
-    keep_in_staging = not set(near) & set(tiers.policy.write_back_to)
+    first, stop = remote[0].start, remote[-1].stop
+    keep_in_staging = not set(in_memory) & set(tiers.policy.write_back_to)
     # records that are not written back stay in slots: reading more than fit would be wasted
     kept = tiers.prefetched.slots // chunks.groups
     unwritten = first if keep_in_staging and not tiers.policy.write_back_to else max(first, found.exact)

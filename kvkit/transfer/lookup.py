@@ -111,15 +111,15 @@ def look_up(
 def nearest(tiers: TierSet, chunks: Chunks, plan: RetrievePlan) -> RetrievePlan:
     """Return `plan` with chunks that are in host memory by now taken from there. Asks no other tier."""
     sought = for_request(tiers.policy, chunks.policy).retrieve_from
-    near = [name for name in sought if tiers.tiers[name].near and not tiers.passed_over(name)]
+    in_memory = [name for name in sought if tiers.tiers[name].in_memory and not tiers.circuit_open(name)]
     found = RetrievePlan(plan.chunks, approximate=tiers.approximate)
     for segment in plan.segments:
-        if not near or tiers.tiers[segment.tier].near:
+        if not in_memory or tiers.tiers[segment.tier].in_memory:
             found = planning.extend(found, segment.tier, segment.stop - segment.start)
             continue
         for chunk in range(segment.start, segment.stop):
             names = chunks.records(chunk, chunk + 1)
-            tier = next((name for name in near if tiers.ask(name, names) == len(names)), segment.tier)
+            tier = next((name for name in in_memory if tiers.ask(name, names) == len(names)), segment.tier)
             found = planning.extend(found, tier, 1)
     return found
 

@@ -82,7 +82,7 @@ class PendingStore:
         self._names = names
         self._groups = groups
         self._attempts = dict.fromkeys(names, 1)
-        self._under_way = len(self._attempts)
+        self._in_flight = len(self._attempts)
         self._attempts.update(dict.fromkeys(others, 2))
         self._chunks = {} if on_stored is None else {name: i // groups for i, name in enumerate(names)}
         self._stored: Counter[tuple[str, int]] = Counter()  # records, by tier and chunk
@@ -101,7 +101,7 @@ class PendingStore:
         """Note that a tier is about to be given `names`; call `ended` once for each."""
         with self._lock:
             for name in names:
-                self._under_way += 1
+                self._in_flight += 1
                 if name in self._attempts:
                     self._attempts[name] += 1
 
@@ -124,8 +124,8 @@ class PendingStore:
     def _end(self, names: Collection[str], *, kept: bool) -> None:
         """End one attempt at each of `names`; those `kept` by a tier are no longer pending."""
         with self._lock:
-            self._under_way -= len(names)
-            last = not self._under_way
+            self._in_flight -= len(names)
+            last = not self._in_flight
             over = []
             for name in names:
                 if name in self._attempts:

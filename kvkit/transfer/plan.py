@@ -168,17 +168,19 @@ def exact_first(tiers: Sequence[str], approximate: Collection[str]) -> list[str]
     return sorted(tiers, key=lambda tier: tier in approximate)
 
 
-def plan_write_back(plan: RetrievePlan, validated: int, policy: Policy, near: Collection[str]) -> StorePlan:
+def plan_write_back(
+    plan: RetrievePlan, validated: int, policy: Policy, in_memory: Collection[str]
+) -> StorePlan:
     """Plan to put loaded chunks into each tier of `policy.write_back_to`.
 
     Covers the `validated` leading run only. Chunks are not put into the tier they came from. Chunks from
-    `near` tiers, with records in host memory now or soon, and approximate chunks are put nowhere.
+    `in_memory` tiers, with records in host memory now or soon, and approximate chunks are put nowhere.
     """
     return StorePlan(
         tuple(
             Segment(target, s.start, min(s.stop, validated))
             for target in policy.write_back_to
             for s in plan.segments
-            if s.tier not in (target, *near, *plan.approximate) and s.start < validated
+            if s.tier not in (target, *in_memory, *plan.approximate) and s.start < validated
         )
     )

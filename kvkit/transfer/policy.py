@@ -98,18 +98,18 @@ def for_role(role: Role, tiers: Sequence[str], handoff: str, peers: Sequence[str
     )
 
 
-def in_effect(policy: Policy, near: Collection[str], read_only: Collection[str] = ()) -> Policy:
-    """Return `policy` without puts into read-only tiers; if `staging_only`, without `near` and write-backs.
+def in_effect(policy: Policy, in_memory: Collection[str], read_only: Collection[str] = ()) -> Policy:
+    """Return `policy` without puts into read-only tiers; if `staging_only`, without memory and write-backs.
 
     Args:
-        near: tiers that keep records in host memory.
+        in_memory: tiers that keep records in host memory.
         read_only: tiers that take no puts.
     """
-    near, back = (near, ()) if policy.staging_only else ((), policy.write_back_to)
+    in_memory, back = (in_memory, ()) if policy.staging_only else ((), policy.write_back_to)
     return replace(
         policy,
-        retrieve_from=tuple(t for t in policy.retrieve_from if t not in near),
-        store_to=tuple(t for t in policy.store_to if t not in (*near, *read_only)),
+        retrieve_from=tuple(t for t in policy.retrieve_from if t not in in_memory),
+        store_to=tuple(t for t in policy.store_to if t not in (*in_memory, *read_only)),
         write_back_to=tuple(t for t in back if t not in read_only),
     )
 

@@ -422,10 +422,10 @@ def exchange_tier(tiers: TierSet, tier: str, chunks: Chunks) -> str | None:
 
     It is in host memory, common to the ranks, exact, and written back to anyway.
     """
-    far = tiers.tiers[tier]
-    if tiers.copies == 1 or far.near or not far.common or tier in tiers.approximate:
+    source = tiers.tiers[tier]
+    if tiers.copies == 1 or source.in_memory or not source.shared_by_ranks or tier in tiers.approximate:
         return None
     targets = for_request(tiers.policy, chunks.policy).write_back_to
     exact = [t for t in targets if t not in tiers.approximate]
-    common = (t for t in exact if tiers.tiers[t].near and tiers.tiers[t].common)
-    return next((t for t in common if not tiers.passed_over(t)), None)
+    common = (t for t in exact if tiers.tiers[t].in_memory and tiers.tiers[t].shared_by_ranks)
+    return next((t for t in common if not tiers.circuit_open(t)), None)

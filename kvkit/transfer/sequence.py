@@ -306,7 +306,7 @@ def largest_record_bytes(layout: KVLayout, namespace: Namespace) -> int:
     return max(form.record_bytes for form in formats_of(layout, namespace))
 
 
-def snapshot_places(states: Sequence[SequencePages], stop: int) -> list[int]:
+def snapshot_chunks(states: Sequence[SequencePages], stop: int) -> list[int]:
     """Return those of the first `stop` chunks with pages for all groups of states at their ends."""
     tables = [pages.blocks[:stop] for pages in states if pages.blocks is not None]
     if not tables:
@@ -315,7 +315,7 @@ def snapshot_places(states: Sequence[SequencePages], stop: int) -> list[int]:
     return places
 
 
-def at_place(states: Sequence[SequencePages], chunk: int) -> list[SequencePages]:
+def pages_at(states: Sequence[SequencePages], chunk: int) -> list[SequencePages]:
     """Return the pages of the snapshot at the end of a chunk."""
     return [SequencePages(p.pages, p.blocks[chunk : chunk + 1]) for p in states if p.blocks is not None]
 

@@ -13,7 +13,7 @@ from kvkit.staging import Lease, StagingTimeout, release_all
 from kvkit.transfer.pending_stores import PendingStore
 from kvkit.transfer.plan import Segment
 from kvkit.transfer.read_pipeline import MAX_IN_FLIGHT
-from kvkit.transfer.sequence import Chunks, SequencePages, at_place, clear_gaps, snapshot_places
+from kvkit.transfer.sequence import Chunks, SequencePages, clear_gaps, pages_at, snapshot_chunks
 from kvkit.transfer.write_pipeline import WritePipeline
 from kvkit.workers import Stopped, Transfer, Workers
 
@@ -64,12 +64,12 @@ class Store:
             Store(
                 self.writes,
                 chunks.snapshot(i),
-                at_place(states, i),
+                pages_at(states, i),
                 self.targets,
                 copy_first=self.copy_first,
                 after=self.after,
             )
-            for i in snapshot_places(states, len(chunks))
+            for i in snapshot_chunks(states, len(chunks))
         ]
 
     def start(self, workers: Workers) -> Transfer[Stored]:
@@ -142,7 +142,7 @@ class Store:
     def _asked_later(self) -> list[str]:
         """Return the targets outside this process."""
         tiers = self.tiers
-        return [t for t in self.targets if not tiers.tiers[t].near and not tiers.passed_over(t)]
+        return [t for t in self.targets if not tiers.tiers[t].in_memory and not tiers.circuit_open(t)]
 
     def _slots(self, uncopied: Sequence[int], transfer: Transfer[Stored]) -> list[Lease]:
         """Lease slots for as many of these chunks as possible; none if one chunk's do not come free."""

@@ -12,7 +12,7 @@ from functools import partial
 from itertools import islice
 from typing import TypeVar
 
-from kvkit.format.names import narrowed_name
+from kvkit.format.names import quantised_name
 from kvkit.format.record import Damage
 from kvkit.staging import Staging, StagingTimeout
 from kvkit.tiers.base import DamagedObject, HeldListener, Tier, UnreadableObject
@@ -83,12 +83,12 @@ class TierSet:
         self.pending_stores = PendingStores()
         self.reads_began: dict[str, dict[object, float]] = {n: {} for n in tiers}
         self._lock = threading.Lock()
-        self._watched: dict[str, HeldListener] = {}
+        self._listeners: dict[str, HeldListener] = {}
         self._counts = Counts()
-        far = [name for name, tier in tiers.items() if not tier.near]
-        self._asking = {name: Workers(ASKING_THREADS, f"kvkit-ask-{name}") for name in far}
+        remote = [name for name, tier in tiers.items() if not tier.in_memory]
+        self._asking = {name: Workers(ASKING_THREADS, f"kvkit-ask-{name}") for name in remote}
 
-    def watch(self, tiers: Sequence[str], held_listener: TierHeldListener) -> bool:
+    def subscribe(self, tiers: Sequence[str], held_listener: TierHeldListener) -> bool:
         """Report what `tiers` hold: now, and as records are put, found, evicted, dropped and deleted.
 
         Of a tier that does not report by itself, its answers are reported.
@@ -97,20 +97,20 @@ class TierSet:
             True if the reports cover all they hold: no other host uses these tiers. Otherwise existing
                 records may be left out, and a server's evictions are reported when a lookup or a read misses.
         """
-        self._watched = {name: partial(held_listener, name) for name in tiers}
-        return all([self.tiers[name].watch(listener) for name, listener in self._watched.items()])  # noqa: C419
+        self._listeners = {name: partial(held_listener, name) for name in tiers}
+        return all([self.tiers[name].subscribe(listener) for name, listener in self._listeners.items()])  # noqa: C419
 
     def owned_by_rank(self, tier: str, chunks: Chunks, number: int) -> bool:
         """Return whether this rank moves chunk `number` of `chunks` to and from a tier.
 
         For a tier common to ranks with equal KV, each rank moves every nth chunk.
         """
-        return not self.tiers[tier].common or (chunks.first + number) % self.copies == self.copy
+        return not self.tiers[tier].shared_by_ranks or (chunks.first + number) % self.copies == self.copy
 
     def storage_name(self, tier: str, name: str) -> str:
         """Return a record's name where records of all tiers are kept together."""
         precision = self.tiers[tier].precision
-        return name if precision is None else narrowed_name(name, precision)
+        return name if precision is None else quantised_name(name, precision)
 
     def ask(self, tier: str, names: Sequence[str]) -> int:
         """Count the leading `names` that the tier holds; 0 if it fails.
@@ -133,7 +133,7 @@ class TierSet:
             TimeoutError: such a tier is late.
         """
         tier = self.tiers[name]
-        if tier.near:
+        if tier.in_memory:
             return call(tier)
         future = self._asking[name].submit(lambda: call(tier), urgent=True)
         try:
@@ -155,12 +155,12 @@ class TierSet:
         except Exception as error:
             log.warning("tier %r: %s could not be deleted, and counts as a miss: %s", tier, name, error)
             self.quarantine.add(tier, name, time.monotonic())
-            if tier in self._watched:
-                self._watched[tier]((name,), False)
+            if tier in self._listeners:
+                self._listeners[tier]((name,), False)
 
     def pin(self, tier: str, chunks: Chunks, seconds: float) -> int:
         """Pin chunks and their snapshots in a tier; return the tokens it pinned, 0 if it fails."""
-        if self.passed_over(tier):
+        if self.circuit_open(tier):
             return 0
         held = self._number(tier, lambda asked: asked.pin(chunks.names, seconds))
         if chunks.states:
@@ -257,15 +257,15 @@ class TierSet:
             workers.close(0.0)
 
     def notify(self, tier: str, names: Sequence[str], held: bool) -> None:
-        """Tell the listener of `watch` what a tier answered, if the tier does not report by itself."""
-        if tier in self._watched and not self.tiers[tier].tells:
-            self._watched[tier](names, held)
+        """Tell the listener of `subscribe` what a tier answered, if the tier does not report by itself."""
+        if tier in self._listeners and not self.tiers[tier].reports_evictions:
+            self._listeners[tier](names, held)
 
     def usable(self, tier: str) -> bool:
         """Return whether to ask a tier. After a pause of the circuit, one caller gets True and must ask."""
-        return not self.passed_over(tier) and self.health[tier].usable(time.monotonic())
+        return not self.circuit_open(tier) and self.health[tier].usable(time.monotonic())
 
-    def passed_over(self, tier: str) -> bool:
+    def circuit_open(self, tier: str) -> bool:
         """Return whether a tier's circuit is open, for callers with a plan already. Changes nothing.
 
         The circuit stays open while late reads hold slots: each trial would take as many more.

@@ -112,7 +112,7 @@ class WriteQueue:
 
     def __init__(self, limit: int) -> None:
         self.limit = limit
-        self._under_way = 0
+        self._in_flight = 0
         self._progress_s = 0.0  # when one ended, or the first was started
         self._waiting: deque[WriteJob] = deque()
         self._starting = False
@@ -121,7 +121,7 @@ class WriteQueue:
     def add(self, jobs: Sequence[WriteJob]) -> int:
         """Queue the jobs of one call; return how many, from the first on, were accepted."""
         with self._lock:
-            accepted = jobs[: max(0, self.limit - self._under_way)] if self.stuck else jobs
+            accepted = jobs[: max(0, self.limit - self._in_flight)] if self.stuck else jobs
             for job in accepted:
                 job.lease = job.lease.share()
             self._waiting.extend(accepted)
@@ -139,16 +139,16 @@ class WriteQueue:
             self._starting = True
         while True:
             with self._lock:
-                room = islice(self._waiting, self.limit - self._under_way)
+                room = islice(self._waiting, self.limit - self._in_flight)
                 jobs = list(takewhile(lambda job: job.batch is self._waiting[0].batch, room))
                 if not jobs:
                     self._starting = False
                     return
                 for _ in jobs:
                     self._waiting.popleft()
-                if not self._under_way:
+                if not self._in_flight:
                     self._progress_s = time.monotonic()
-                self._under_way += len(jobs)
+                self._in_flight += len(jobs)
             leases = [job.lease for job in jobs]
             yield jobs
             release_all(leases)
@@ -156,13 +156,13 @@ class WriteQueue:
     def ended(self) -> None:
         """Note that a started job has ended."""
         with self._lock:
-            self._under_way -= 1
+            self._in_flight -= 1
             self._progress_s = time.monotonic()
 
     @property
     def stuck(self) -> bool:
         """True if writes are in flight and none has ended for `STUCK_S`."""
-        return self._under_way > 0 and time.monotonic() - self._progress_s > STUCK_S
+        return self._in_flight > 0 and time.monotonic() - self._progress_s > STUCK_S
 
     def cancel(self) -> list[WriteJob]:
         """Release the slots of waiting jobs; return these jobs."""
@@ -189,13 +189,13 @@ class WritePipeline:
         self.outstanding = Outstanding()
         self._described: set[tuple[str, str]] = set()
         self._lock = threading.Lock()
-        near = [name for name, tier in tiers.tiers.items() if tier.near]
-        far = [name for name in tiers.tiers if name not in near]
+        in_memory = [name for name, tier in tiers.tiers.items() if tier.in_memory]
+        remote = [name for name in tiers.tiers if name not in in_memory]
         spare = tiers.staging.slots - sum(tier.slots for tier in tiers.tiers.values())
-        limit = planning.write_limit(spare, len(far), groups)
-        self._near = near
-        self._queues = {name: WriteQueue(limit) for name in far}
-        self._offering = {name: Workers(1, f"kvkit-offer-{name}") for name in far}
+        limit = planning.write_limit(spare, len(remote), groups)
+        self._in_memory = in_memory
+        self._queues = {name: WriteQueue(limit) for name in remote}
+        self._offering = {name: Workers(1, f"kvkit-offer-{name}") for name in remote}
         tiers.staging.on_shortage(self._reclaim)
 
     def start(
@@ -227,7 +227,7 @@ class WritePipeline:
         accepted: set[int] = set()
         for segment in segments:
             owned = self.owned([segment], chunks, numbers)
-            if not owned or self.tiers.passed_over(segment.tier):
+            if not owned or self.tiers.circuit_open(segment.tier):
                 continue
             batch = Batch(self, segment.tier, chunks.formats, pending, written_back, asks, chunks.policy)
             self.outstanding.add(batch, len(owned) * groups)
@@ -343,7 +343,7 @@ class WritePipeline:
                     run = self.tiers.ask(tier, [job.name for job in jobs])
                 for job in jobs[:run]:
                     job.done(FileExistsError(f"tier {tier!r} has {job.name}"))
-                if self.tiers.passed_over(tier):
+                if self.tiers.circuit_open(tier):
                     for job in jobs[run:]:
                         job.done(TierFull(f"tier {tier!r}: {job.name} is not stored: circuit is open"))
                 elif run < len(jobs):
@@ -396,7 +396,7 @@ class WritePipeline:
 
         Records are read without it, so a failure does not count against the tier; the next store retries it.
         """
-        if name in self._near:  # Zarr cannot open these
+        if name in self._in_memory:  # Zarr cannot open these
             return
         with self._lock:
             new = [form for form in formats if (name, form.array) not in self._described]
@@ -430,12 +430,12 @@ class WritePipeline:
 
     def _plan_write_back(self, source: str, start: int, stop: int) -> StorePlan:
         loaded = RetrievePlan(stop, (Segment(source, start, stop),), self.tiers.approximate)
-        return planning.plan_write_back(loaded, stop, self.tiers.policy, self._near)
+        return planning.plan_write_back(loaded, stop, self.tiers.policy, self._in_memory)
 
     def _reclaim(self, _: int) -> None:
         """Cancel the waiting jobs of tiers that are stuck or have an open circuit, to free slots."""
         for tier, queue in self._queues.items():
-            if queue.stuck or self.tiers.passed_over(tier):
+            if queue.stuck or self.tiers.circuit_open(tier):
                 self._refuse(queue.cancel())
 
 

@@ -63,20 +63,20 @@ def unexplained(operations: Sequence[Operation]) -> Operation | None:
     events = [(operation.begin, 0, number) for number, operation in enumerate(operations)]
     events += [(operation.end, 1, number) for number, operation in enumerate(operations)]
     kinds = _alike(operations)
-    under_way: dict[int, Operation] = {}
+    in_flight: dict[int, Operation] = {}
     found: set[Configuration] = {(frozenset(), frozenset())}
     for _, ends, number in sorted(events):
         if not ends:
-            under_way[number] = operations[number]
-            found = {(state, _with_observed(under_way, state, effective)) for state, effective in found}
+            in_flight[number] = operations[number]
+            found = {(state, _with_observed(in_flight, state, effective)) for state, effective in found}
             continue
         if operations[number].end == NEVER:  # nothing comes after it
             return None
-        explained = _with(number, under_way, found, kinds)
+        explained = _with(number, in_flight, found, kinds)
         found = explained if operations[number].must else found | explained
         if not found:
             return operations[number]
-        del under_way[number]
+        del in_flight[number]
         found = _least({(state, effective - {number}) for state, effective in found}, operations)
     return None
 
@@ -95,7 +95,7 @@ def views(operations: Sequence[Operation]) -> list[Sequence[Operation]]:
 
 def _with(
     number: int,
-    under_way: Mapping[int, Operation],
+    in_flight: Mapping[int, Operation],
     found: Iterable[Configuration],
     kinds: Sequence[object],
 ) -> set[Configuration]:
@@ -110,13 +110,13 @@ def _with(
         if number in effective:
             reached.add((state, effective))
             continue
-        for change in _next(under_way, effective, kinds):
-            operation = under_way[change]
+        for change in _next(in_flight, effective, kinds):
+            operation = in_flight[change]
             after = operation.apply(state)
             if after is None or (after == state and not operation.must):
                 continue
             changed = effective | {change}
-            configuration = after, _with_observed(under_way, after, changed)
+            configuration = after, _with_observed(in_flight, after, changed)
             late = operation.must or operation.kind != "put" or change == number
             if configuration not in known and (late or configuration[1] != changed):
                 known.add(configuration)
@@ -125,12 +125,12 @@ def _with(
 
 
 def _with_observed(
-    under_way: Mapping[int, Operation], state: State, effective: frozenset[int]
+    in_flight: Mapping[int, Operation], state: State, effective: frozenset[int]
 ) -> frozenset[int]:
     """`effective`, and the observations under way that this state explains: they change nothing."""
     explained = {
         number
-        for number, operation in under_way.items()
+        for number, operation in in_flight.items()
         if operation.kind in OBSERVATIONS and operation.apply(state) is not None
     }
     return effective | explained
@@ -156,15 +156,15 @@ def _alike(operations: Sequence[Operation]) -> list[object]:
 
 
 def _next(
-    under_way: Mapping[int, Operation], effective: frozenset[int], kinds: Sequence[object]
+    in_flight: Mapping[int, Operation], effective: frozenset[int], kinds: Sequence[object]
 ) -> Iterable[int]:
     """Which changes may be next. Of those that are alike, the one that ends first serves best."""
     chosen: dict[object, int] = {}
-    for number, operation in under_way.items():
+    for number, operation in in_flight.items():
         if number in effective or operation.kind in OBSERVATIONS:
             continue
         other = chosen.setdefault(kinds[number], number)
-        if (operation.end, number) < (under_way[other].end, other):
+        if (operation.end, number) < (in_flight[other].end, other):
             chosen[kinds[number]] = number
     return chosen.values()
 

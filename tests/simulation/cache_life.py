@@ -177,7 +177,7 @@ class CacheLife:
         policy = Policy(sought, stored, back)
         limits = {"timeout_s": TIMEOUT_S, "shutdown_timeout_s": SHUTDOWN_S}
         self.cache = Cache(self.layout, self.spaces[0], tiers, staging=self.staging, policy=policy, **limits)
-        self.cache.tier_set.watch(names, self.hear)
+        self.cache.tier_set.subscribe(names, self.hear)
         self.scheduler.observe = self.look
 
     def hear(self, tier: str, names: Sequence[str], held: bool) -> None:
@@ -270,7 +270,7 @@ class CacheLife:
         self.check(not writes.outstanding.count, "{} puts never end", writes.outstanding.count)
         self.check(not tiers.pending_stores._makers, "pending for ever: {}", tiers.pending_stores._makers)
         for tier, queue in writes._queues.items():
-            left = queue._under_way, len(queue._waiting)
+            left = queue._in_flight, len(queue._waiting)
             self.check(left == (0, 0), "puts into {}: {} under way, {} wait", tier, *left)
         reads = {tier: len(gets) for tier, gets in tiers.reads_began.items() if gets}
         self.check(not reads, "reads never end: {}", reads)

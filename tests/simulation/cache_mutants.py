@@ -34,13 +34,13 @@ CACHE_MUTANTS = (
         WRITES,
         """\
         with self._lock:
-            self._under_way -= 1
+            self._in_flight -= 1
             self._progress_s = time.monotonic()
 """,
         """\
-        left = self._under_way - 1
+        left = self._in_flight - 1
         self._progress_s = time.monotonic()
-        self._under_way = left
+        self._in_flight = left
 """,
     ),
     Mutant(

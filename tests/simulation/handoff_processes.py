@@ -144,7 +144,7 @@ class Node:
         self.spoilt: set[tuple[int, int]] = set()
         self.arena = WatchedStaging(life.plan.room, shared=True)
         self.receiver = Receiver(self.arena, Limits(ALLOCATION_S, TRANSFER_S, IDLE_S))
-        self.receiver.watch(self.hear)
+        self.receiver.subscribe(self.hear)
         self.endpoint = Endpoint(
             self.receiver, (), IDENTITY, [life.address], timeout_s=TIMEOUT_S, pin_s=IDLE_S
         )

@@ -21,7 +21,7 @@ from kvkit.adapters.engine.lookup_request import TokenIds
 from kvkit.adapters.vllm.blending.choosing import PagesOfLayers, QuestionAttention
 from kvkit.adapters.vllm.blending.rows import RowRunner, RowsOf
 from kvkit.adapters.vllm.step import Tables
-from kvkit.blend.plan import BlendPlan, Selection, choose, looks, question_of
+from kvkit.blend.plan import BlendPlan, Selection, choose, observed_layers, question_of
 
 
 @dataclass(eq=False, slots=True)
@@ -84,7 +84,7 @@ class Blender:
         """Set the rows that run first. Documents must be in the pages already. Mutates `completion`."""
         if completion.selected is None:
             plan, selection = completion.plan, completion.selection
-            layers = looks(selection, plan, self._rows.count)
+            layers = observed_layers(selection, plan, self._rows.count)
             if layers:
                 asked, completion.left = question_of(selection), completion.rows(plan.computed)
                 completion.scores = QuestionAttention(self._pages, layers, plan, completion.blocks, asked)

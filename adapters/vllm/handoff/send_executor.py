@@ -76,7 +76,7 @@ class SendExecutor(Capability):
 
     @property
     def awaits_transfer(self) -> bool:
-        return self.prompts.under_way
+        return self.prompts.in_flight
 
     def _pieces(self, step: StepMetadata, ready: Callable[[], object]) -> dict[str, PromptPiece]:
         """Return the pieces that a step sends, by request id, without those that lack blocks."""

@@ -32,7 +32,7 @@ class LoadExecutor(Capability):
         self._invalid: set[int] = set()
         self.failed_step = 0
         if receiver is not None:
-            receiver.watch(context.wakeups.notify)
+            receiver.subscribe(context.wakeups.notify)
         self.lookups = Lookups(
             context.cache,
             receiver,

@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from rich.console import Console
 
 from kvkit.blend.methods.registry import served
-from kvkit.blend.plan import BlendPlan, Selection, Span, looks, plan_blend
+from kvkit.blend.plan import BlendPlan, Selection, Span, observed_layers, plan_blend
 from kvkit.environment import gpu_name
 from kvkit.lab.files import BenchError
 from kvkit.lab.quality.judge import Judge, Measures, Method, NotBlendable, figures_of, load_judge
@@ -207,7 +207,7 @@ class EngineJudge:
                 f"not all were kept; the memory tier of {memory.gib(TIER_BYTES)} may be too small"
             )
         layers: int = self._llm.model_config.hf_text_config.num_hidden_layers
-        looked = looks(selection, plan, layers) * len(plan.computed)
+        looked = observed_layers(selection, plan, layers) * len(plan.computed)
         return ((counts["computed"] + counts["recomputed"]) * layers + looked) / (plan.tokens * layers)
 
     def _plan(self, sample: Sample) -> BlendPlan:

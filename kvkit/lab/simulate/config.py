@@ -17,7 +17,7 @@
     scope = "host"                   # a pool at shm://; or node: each engine has its own
     capacity = "32GiB"               # of each instance: here per host
     bandwidth = "20GB"
-    near = true                      # in host memory: nothing is written back from this tier
+    in_memory = true                 # in host memory: nothing is written back from this tier
 
     [tiers.store]
     scope = "shared"
@@ -38,6 +38,7 @@ Sizes are bytes, or have a unit ("4GiB").
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -49,6 +50,8 @@ from kvkit.format.layout import Precision
 from kvkit.settings import ConfigError, explain, read_toml
 from kvkit.tiers.eviction.plugins import CHOICES, PolicyName
 from kvkit.transfer.policy import Policy, Role, check
+
+log = logging.getLogger(__name__)
 
 Route = Literal["session", "round-robin", "least-busy", "prefix"]
 Bandwidth = Annotated[ByteSize, Field(gt=0, description="bytes per second")]
@@ -136,10 +139,20 @@ class SimulatedTier(_Settings):
     bandwidth: Bandwidth = ByteSize(2_000_000_000)
     latency_ms: Milliseconds = Field(default=0.0, description="latency of a run of chunks, once per run")
     eviction: PolicyName = Field(default="lru", description=f"eviction policy: {CHOICES}")
-    near: bool = Field(default=False, description="in host memory: nothing is written back from this tier")
+    in_memory: bool = Field(
+        default=False, description="in host memory: nothing is written back from this tier"
+    )
     price_per_gb_month: float = Field(
         default=0.0, ge=0, allow_inf_nan=False, description="price of a gigabyte (1e9 bytes) per month"
     )
+
+    @model_validator(mode="before")
+    @classmethod
+    def _read_old_name(cls, values: Any) -> Any:
+        if isinstance(values, dict) and "near" in values:
+            log.warning("near is the old name of in_memory, and will not be read by the next version")
+            return {"in_memory": values["near"]} | {k: v for k, v in values.items() if k != "near"}
+        return values
 
 
 class RolePolicy(_Settings):
@@ -166,7 +179,7 @@ class SimulatedPolicy(RolePolicy):
     decode: RolePolicy = RolePolicy()
 
 
-_MEMORY = SimulatedTier(capacity=ByteSize(32 << 30), bandwidth=ByteSize(20_000_000_000), near=True)
+_MEMORY = SimulatedTier(capacity=ByteSize(32 << 30), bandwidth=ByteSize(20_000_000_000), in_memory=True)
 _DISK = SimulatedTier(capacity=ByteSize(512 << 30), bandwidth=ByteSize(3_000_000_000), latency_ms=0.2)
 
 

@@ -84,7 +84,7 @@ class Simulator:
         self._chunk_bytes = {name: block_tokens * config.bytes_per_token(name) for name in config.tiers}
         self._state_bytes = dict.fromkeys(config.tiers, config.model.state_bytes)
         self._approximate = frozenset(n for n, tier in config.tiers.items() if tier.precision is not None)
-        self._near = [name for name, tier in config.tiers.items() if tier.near]
+        self._in_memory = [name for name, tier in config.tiers.items() if tier.in_memory]
         self._states: dict[
             tuple[str, int], eviction.EvictionState
         ] = {}  # by tier, and number of the node or host
@@ -146,7 +146,7 @@ class Simulator:
         return report
 
     def _nodes(self, role: Role, first: int, count: int) -> list[Node]:
-        policy = in_effect(self.config.policy_of(role), self._near)
+        policy = in_effect(self.config.policy_of(role), self._in_memory)
         numbers = range(first, first + count)
         return [Node(policy, {n: self._tier(n, number) for n in self.config.tiers}) for number in numbers]
 
@@ -212,7 +212,7 @@ class Simulator:
             read = (segment.stop - segment.start) * sizes[segment.tier]
             self.report.read_bytes[segment.tier] += read
             time_s += tier.latency_ms / 1000 + read / tier.bandwidth
-        back = planning.plan_write_back(plan, plan.chunks, node.policy, self._near)
+        back = planning.plan_write_back(plan, plan.chunks, node.policy, self._in_memory)
         for segment in back.segments:
             stored = self._put(node, segment, names, sizes)
             self.report.write_back_bytes[segment.tier] += stored * sizes[segment.tier]

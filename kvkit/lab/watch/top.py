@@ -283,7 +283,7 @@ def as_json(now: Snapshot) -> dict[str, Any]:
         "hit_tokens": hit,
         "slots": now.sum("kvkit_slots"),
         "slots_in_use": now.sum("kvkit_slots_in_use"),
-        "puts_under_way": now.sum("kvkit_puts_under_way"),
+        "pending_writes": now.sum("kvkit_puts_under_way"),
         "tiers": tiers,
     }
 

@@ -39,7 +39,7 @@ class ShmTier(Tier):
         ValueError, OSError: as for `kvkit.tiers.shm.file.PoolFile`; or the capacity is below one slot.
     """
 
-    near = True
+    in_memory = True
 
     def __init__(
         self, path: str, staging: Staging, capacity_bytes: int, name: str = "shm", threads: int = _THREADS

@@ -216,14 +216,14 @@ class TierContract:
         assert tier.match_prefix(names) == 3
 
     def test_who_watches_hears_what_is_held(self, tier: Tier, staging: Staging) -> None:
-        """Only for tiers with `tells`."""
+        """Only for tiers with `reports_evictions`."""
         names, held = record_names(RECORDS), dict[str, bool]()
-        tier.watch(lambda told, now: held.update(dict.fromkeys(told, now)))
+        tier.subscribe(lambda told, now: held.update(dict.fromkeys(told, now)))
         put(tier, staging, names)
         tier.delete(names[6:])
         tier.match_prefix(names)
         expected = {name: name in dict(tier.scan()) for name in names}
-        assert held == (expected if tier.tells else {})
+        assert held == (expected if tier.reports_evictions else {})
 
     def test_borrow_agrees_with_get(self, tier: Tier, staging: Staging) -> None:
         name = record_names(1)[0]

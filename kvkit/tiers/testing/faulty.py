@@ -46,7 +46,7 @@ class Wrapper(Tier):
     borrow = _passed_on("borrow")
     get_ranges = _passed_on("get_ranges")
     waiting = _passed_on("waiting")
-    watch = _passed_on("watch")
+    subscribe = _passed_on("subscribe")
     pin = _passed_on("pin")
     prioritise = _passed_on("prioritise")
     describe = _passed_on("describe")

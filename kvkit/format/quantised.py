@@ -2,7 +2,7 @@
 
 A row of floats is stored as 8-bit codes, with one scale per part of the row. In dense KV a row is one head of
 one token, and its parts are K and V. In opaque pages a row is `OPAQUE_ROW` adjacent floats, whatever they
-mean. A quantised record has its own name (`kvkit.format.names.narrowed_name`), and its header states its
+mean. A quantised record has its own name (`kvkit.format.names.quantised_name`), and its header states its
 precision, so it is never mistaken for the exact record.
 """
 
@@ -45,7 +45,7 @@ def float_rows(header: Header, precision: Precision | None = None) -> LayerGroup
     )
 
 
-def narrowed_shape(shape: Shape, k_size: int, dtype: str) -> Shape:
+def quantised_shape(shape: Shape, k_size: int, dtype: str) -> Shape:
     """Convert the shape [L, H, T, C] of an exact record to the quantised record's, with C in bytes.
 
     Args:
@@ -62,7 +62,7 @@ def narrowed_shape(shape: Shape, k_size: int, dtype: str) -> Shape:
 
 
 def exact_shape(header: Header) -> Shape:
-    """Return the shape of the exact record from a quantised record's header: inverts `narrowed_shape`."""
+    """Return the shape of the exact record from a quantised record's header: inverts `quantised_shape`."""
     group = float_rows(header)
     layers, heads, tokens, _ = header.shape
     if header.k_size:
@@ -70,7 +70,7 @@ def exact_shape(header: Header) -> Shape:
     return layers, heads, tokens, group.layer_bytes(group.block_tokens) // heads // tokens
 
 
-def check_narrows(layout: KVLayout, precisions: Mapping[str, Precision | None]) -> None:
+def check_quantisable(layout: KVLayout, precisions: Mapping[str, Precision | None]) -> None:
     """Check that `layout` can be quantised to the precisions of the tiers, by tier name.
 
     Raises:
@@ -88,6 +88,6 @@ def _check_group(group: LayerGroup, where: str) -> None:
     exact, row_bytes = group.record_shape(group.block_tokens), OPAQUE_ROW * group.item_bytes
     if group.opaque and exact[3] % row_bytes:
         raise LayoutError(f"{where} hold pages of {exact[3]} bytes; want a multiple of {row_bytes}")
-    narrowed = narrowed_shape(exact, 0 if group.opaque else group.k_size, group.dtype)[3]
+    narrowed = quantised_shape(exact, 0 if group.opaque else group.k_size, group.dtype)[3]
     if narrowed >= exact[3] * (1 if group.opaque else group.item_bytes):
         raise LayoutError(f"{where}: codes and scales of {group.channels} {group.dtype} take no less space")

@@ -1,6 +1,6 @@
 """Quantisation of records that enter a tier, and dequantisation of those that leave it.
 
-`kvkit.format.narrowed` describes quantised records.
+`kvkit.format.quantised` describes quantised records.
 """
 
 from __future__ import annotations
@@ -14,8 +14,8 @@ from xxhash import xxh3_64_intdigest
 
 from kvkit.format.codecs import finish
 from kvkit.format.layout import LayerGroup, LayoutError, Precision
-from kvkit.format.names import narrowed_name
-from kvkit.format.narrowed import Shape, exact_shape, float_rows, narrowed_shape
+from kvkit.format.names import quantised_name
+from kvkit.format.quantised import Shape, exact_shape, float_rows, quantised_shape
 from kvkit.format.record import (
     HEADER,
     Bytes,
@@ -23,7 +23,7 @@ from kvkit.format.record import (
     Header,
     RecordError,
     dtype_name,
-    even_places,
+    even_ranges,
     examine,
     read_header,
     total_bytes,
@@ -39,21 +39,21 @@ _BLOCK = np.zeros((1, 1), np.int64)
 """Block table of a record's floats, which are pages of one block."""
 
 
-def narrow(record: Buffer, precision: Precision, out: Buffer) -> int:
+def quantise(record: Buffer, precision: Precision, out: Buffer) -> int:
     """Quantise the sealed, exact, uncompressed `record` into `out`; return the number of bytes written.
 
     Mutates `out`. The result is the same on every machine.
 
     Raises:
         RecordError: `record` is not such a record, or the result does not fit `out`.
-        LayoutError: the record cannot be quantised, see `kvkit.format.narrowed.check_narrows`.
+        LayoutError: the record cannot be quantised, see `kvkit.format.quantised.check_quantisable`.
     """
     from kvkit.kernels.pages.api import pack  # importing PyTorch takes a second; most stores do not quantise
 
     view, target = memoryview(record), memoryview(out)
     header = read_header(view)
     group = float_rows(header, precision)
-    shape = narrowed_shape(header.shape, header.k_size, group.dtype)
+    shape = quantised_shape(header.shape, header.k_size, group.dtype)
     layer_bytes = shape[1] * shape[2] * shape[3]
     if total_bytes(header.header_bytes + shape[0] * layer_bytes, shape[0]) > len(target):
         raise RecordError(f"precision={precision!r}: the record does not fit {len(target)} bytes")
@@ -62,8 +62,8 @@ def narrow(record: Buffer, precision: Precision, out: Buffer) -> int:
     return _seal(view, target, header, shape, dtype_name(precision, group.dtype), layer_bytes)
 
 
-def widen(record: Buffer, precision: Precision, out: Buffer) -> Damage | int:
-    """Dequantise the uncompressed `record`, made by `narrow`, into `out` in its original form.
+def dequantise(record: Buffer, precision: Precision, out: Buffer) -> Damage | int:
+    """Dequantise the uncompressed `record`, made by `quantise`, into `out` in its original form.
 
     Mutates `out`, but only after the checksums of `record` were verified. The values are approximate. The
     result names the same chunk and must still pass `kvkit.format.record.verify`.
@@ -84,7 +84,7 @@ def widen(record: Buffer, precision: Precision, out: Buffer) -> Damage | int:
         group, shape = float_rows(header, precision), exact_shape(header)
     except LayoutError:
         return Damage.FORMAT
-    sound = narrowed_shape(shape, header.k_size, group.dtype) == header.shape
+    sound = quantised_shape(shape, header.k_size, group.dtype) == header.shape
     if header.form[0] != precision or header.codec != "none" or not sound:
         return Damage.FORMAT
     layer_bytes = group.block_bytes
@@ -132,12 +132,12 @@ def _seal(
     target[: header.header_bytes] = record[: header.header_bytes]
     fields = np.frombuffer(target, HEADER, 1)[0]
     fields["channels"], fields["dtype"] = shape[3], dtype.encode("ascii")
-    places = even_places(header.header_bytes, layer_bytes, shape[0])
+    places = even_ranges(header.header_bytes, layer_bytes, shape[0])
     sums = [xxh3_64_intdigest(target[offset : offset + size]) for offset, size in places]
     return finish(target, "none", places, sums)
 
 
-class NarrowedStore:
+class QuantisedStore:
     """A store that swaps the names of exact and quantised objects in `store`.
 
     So a tier never takes an exact object for a quantised one, but still counts and evicts objects stored
@@ -146,7 +146,7 @@ class NarrowedStore:
 
     def __init__(self, store: ObjectStore, precision: Precision) -> None:
         self._store = store
-        self._name = partial(narrowed_name, precision=precision)
+        self._name = partial(quantised_name, precision=precision)
 
     def size(self, name: str) -> int | None:
         return self._store.size(self._name(name))
