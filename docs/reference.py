@@ -68,6 +68,7 @@ API = (
     "tiers.testing.contract",
     "tiers.testing.faulty",
     "tiers.base",
+    "handoff.chunk_sender",
     "handoff.sender",
     "handoff.receiver",
     "kernels.pages.api",
