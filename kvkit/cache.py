@@ -275,10 +275,8 @@ class Cache:
     @property
     def prefetch_chunks(self) -> int:
         """Maximum chunks to prefetch at once: half of the memory they go to, to spare its other records."""
-        in_memory = [tier for name in self.policy.write_back_to if (tier := self.tiers[name]).in_memory]
-        slots = min(
-            (tier.slots // 2 for tier in in_memory if tier.slots), default=self.tier_set.prefetched.slots
-        )
+        tiers = [self.tiers[name] for name in self.policy.write_back_to]
+        slots = [tier.slots // 2 for tier in tiers if tier.in_memory and tier.slots]
         return min(slots, default=self.tier_set.prefetched.slots) // len(self.layout.groups)
 
     def prefetch(self, tokens: Any, namespace: Namespace | None = None, *, first: int = 0) -> Transfer[Hit]:

@@ -287,7 +287,7 @@ class CacheLife:
             self.check(there <= told, "{} holds {}, which nobody was told", name, sorted(there - told))
             index: Any = tier
             if name in self.stores:
-                lost = there - index._index.state.entries.keys()
+                lost = there - set(index._index.known())
                 self.check(not lost, "{} holds {}, and counts it no more", name, sorted(lost))
             else:
                 self.check(told <= there, "{} is said to hold {}", name, sorted(told - there))
