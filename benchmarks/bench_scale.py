@@ -161,7 +161,7 @@ def router(records: int, stack: ExitStack) -> Index:
     for number in range(records // CHAIN):
         blocks = [int.from_bytes(key(i)[:8]) for i in range(number * CHAIN, number * CHAIN + CHAIN)]
         told = StoredBlocks(blocks, None, tokens(number), BLOCK, "GPU")
-        of(number).take(told)
+        of(number).apply(told)
 
     def count(number: int) -> int:
         return of(number).tokens(tokens(number), None, "", engine_cache=True) // BLOCK

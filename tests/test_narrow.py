@@ -58,7 +58,7 @@ class Case:
         payload(self.form, self.record)[:] = self.floats.view(torch.uint8).numpy()
         seal(self.form, self.record, self.form.digest, KEY, TOKENS)
 
-    def quantise(self, precision: Any) -> npt.NDArray[np.uint8]:
+    def narrow(self, precision: Any) -> npt.NDArray[np.uint8]:
         out = np.zeros(2 * self.form.record_bytes, np.uint8)
         return out[: quantise(self.record, precision, out)]
 

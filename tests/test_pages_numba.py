@@ -20,10 +20,10 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 
 from kvkit.format.layout import ITEM_BYTES, ORDERS, LayerGroup
+from kvkit.format.quantised import SMALLEST_AMAX
 from kvkit.format.rope import Rope, Rotation
 from kvkit.kernels.pages import numba, reference
 from kvkit.kernels.pages.api import Pages, pack, unpack
-from kvkit.kernels.pages.reference import SMALLEST_AMAX
 from kvkit.transfer.sequence import SequencePages
 
 POISON = 0xA5

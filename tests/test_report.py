@@ -151,7 +151,7 @@ def test_settings_keep_their_secrets() -> None:
 def test_the_command_writes_a_page_of_a_files_tiers(tmp_path: Path) -> None:
     fill(str(tmp_path / "store"))
     config, out = tmp_path / "kvkit.toml", tmp_path / "page.html"
-    tiers = f'[tiers.in_memory]\ncapacity = "1MiB"\n[tiers.disk]\nurl = "file://{tmp_path}/store"\n'
+    tiers = f'[tiers.near]\ncapacity = "1MiB"\n[tiers.disk]\nurl = "file://{tmp_path}/store"\n'
     config.write_text(f"chunk_tokens = 8\n{tiers}")
     result = run("report", "--config", config, "--html", out)
     assert result.exit_code == 0

@@ -109,7 +109,7 @@ class Mute(Wrapper):
         super().__init__(inner)
         self.reports_evictions = False
 
-    def watch(self, held_listener: HeldListener) -> bool:
+    def subscribe(self, held_listener: HeldListener) -> bool:
         return False
 
 

@@ -390,7 +390,7 @@ def test_a_router_knows_what_an_engine_holds(process: Engine, expected: Expected
         process.text(prompt(20))
         found = asyncio.run(index())
         assert found.tokens(LONG, None, "", engine_cache=False) == 512 or not found.complete
-        return {*found._own.places, *found._tiers.places} if found.complete else set()
+        return {*found._engine.locations, *found._tiers.locations} if found.complete else set()
 
     wait_for(lambda: bool(listed()))
     before = listed()

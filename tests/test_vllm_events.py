@@ -222,12 +222,14 @@ def test_a_round_has_all_chunks_before_the_next_begins(monkeypatch: pytest.Monke
     events.begin(complete=False)
     for i in range(3):
         events.expect(Request(str(i), [i] * CHUNK), 0, 1)
-        events.hear(WorkerReport(named=[NamedChunks(0, "", str(i), 0, [(f"0/0/{i}", f"0/1/{i}")])]))
-        events.hear(change("disk", f"0/0/{i}", f"0/1/{i}"))
+        events.update_from_workers(
+            WorkerReport(named=[NamedChunks(0, "", str(i), 0, [(f"0/0/{i}", f"0/1/{i}")])])
+        )
+        events.update_from_workers(change("disk", f"0/0/{i}", f"0/1/{i}"))
     rounds: dict[int, list[TierBlocksStored]] = {}
     for step in range(40):
         if step == 10:  # the first round has begun
-            events.hear(WorkerReport(listed=[Listed(0, "", [], is_all=True)]))
+            events.update_from_workers(WorkerReport(listed=[Listed(0, "", [], is_all=True)]))
         for event in events.take():
             if isinstance(event, TierBlocksStored):
                 rounds.setdefault(event.resync, []).append(event)

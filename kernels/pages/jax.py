@@ -32,10 +32,10 @@ from jax import lax
 from numpy.typing import NDArray
 
 from kvkit.format.layout import LayerGroup, Precision
+from kvkit.format.quantised import LARGEST, SMALLEST_AMAX
 from kvkit.format.rope import Rope
 from kvkit.kernels.checks import Form, LaunchError, check_form
 from kvkit.kernels.pages import checks
-from kvkit.kernels.pages.reference import LARGEST, SMALLEST_AMAX
 from kvkit.kernels.traced import operation
 
 JaxPages: TypeAlias = Sequence[jax.Array | tuple[jax.Array, jax.Array]]

@@ -17,10 +17,10 @@ from numba.extending import intrinsic
 from numpy.typing import NDArray
 
 from kvkit.format.layout import LayerGroup
+from kvkit.format.quantised import SMALLEST_AMAX
 from kvkit.kernels.caches import compiled
 from kvkit.kernels.pages.checks import Turns
 from kvkit.kernels.pages.memory import Pages
-from kvkit.kernels.pages.reference import SMALLEST_AMAX
 from kvkit.kernels.tuning.configs import KernelConfig, ProblemBucket, host_config
 from kvkit.kernels.tuning.tables import best
 

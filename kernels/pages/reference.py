@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -10,13 +10,8 @@ import torch
 from numpy.typing import NDArray
 
 from kvkit.format.layout import LayerGroup, Precision
+from kvkit.format.quantised import LARGEST, SMALLEST_AMAX
 from kvkit.format.rope import Rope, Rotation
-
-LARGEST: Mapping[Precision, float] = {"fp8": 448.0, "int8": 127.0}
-"""Largest code of each `precision`: float8 e4m3fn (https://arxiv.org/abs/2209.05433), or int8."""
-
-SMALLEST_AMAX = 1e-30
-"""A head's K or V with a largest magnitude below this becomes zeros: its reciprocal would overflow."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
