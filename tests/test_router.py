@@ -336,6 +336,12 @@ def test_what_a_request_wants_of_the_cache_is_passed_on_within_limits(start: Sta
         (CHAT, b'{"messages": [], "ec_transfer_params": {}}', "^ec_transfer_params: not for clients"),
         (
             CHAT,
+            b'{"messages": [], "kv_cache": {"store": false}}',
+            "^kv_cache: want it in kv_transfer_params$",
+        ),
+        (CHAT, b'{"messages": [], "blend": true}', "^blend: want it in kv_transfer_params$"),
+        (
+            CHAT,
             b'{"messages": [], "kv_transfer_params": {"kv_cache": {}}}',
             r"^kv_transfer_params\.kv_cache: .* have no table \[requests\]",
         ),

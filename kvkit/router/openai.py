@@ -202,6 +202,9 @@ def _client_params(body: Body) -> Body:
     """Take the client's `kv_transfer_params` out of `body`. Mutates it.
     Raises BadRequest if a field is for the router to set."""
     given = body.pop(_PARAMS, None) or {}
+    for name in _CLIENT_PARAMS:
+        if name in body:  # engines would ignore it there, "store": false included
+            raise BadRequest(f"{name}: want it in {_PARAMS}")
     if not isinstance(given, dict):
         raise BadRequest(f"{_PARAMS} = {shown(given)}: want an object of {', '.join(_CLIENT_PARAMS)}")
     extra = body.get("vllm_xargs")
