@@ -81,9 +81,9 @@ class _Steps:
         try:
             found = within(limit_s, step, "kvkit-doctor")
         except Exception as error:  # a tier's library may raise any type
-            late = isinstance(error, TimeoutError) and not str(error)
-            why = f"no answer within {limit_s:g} s" if late else str(error) or type(error).__name__
-            self.error = f"{name}: {why}"
+            timed_out = isinstance(error, TimeoutError) and not str(error)
+            reason = f"no answer within {limit_s:g} s" if timed_out else str(error) or type(error).__name__
+            self.error = f"{name}: {reason}"
             raise
         self.seconds[name] = time.monotonic() - begun
         return found
@@ -100,7 +100,7 @@ def check_kernels() -> Finding:
 
 
 def _move_pages() -> str | None:
-    """Move KV to a record and back; returns numba's cache folder.
+    """Move KV to a record and back; return numba's cache folder.
 
     Raises:
         ValueError: the unpacked KV differs.
@@ -150,7 +150,7 @@ def _check_tier(name: str, config: TierConfig, stored: bool, timeout_s: float) -
 
 def _take_steps(steps: _Steps, name: str, config: TierConfig, stored: bool, limit_s: float) -> None:
     key = secrets.token_bytes(len(FORM.digest))
-    names, wanted = [FORM.name(key)], _record(key)
+    names, expected = [FORM.name(key)], _record(key)
     with ExitStack() as opened:
         small = steps.take("settings", lambda: opened.enter_context(_small(config)), limit_s)
         del steps.seconds["settings"]
@@ -162,9 +162,9 @@ def _take_steps(steps: _Steps, name: str, config: TierConfig, stored: bool, limi
         if not stored:
             steps.take("lookup", lambda: tier.match_prefix(names), limit_s)
             return
-        steps.take("put", lambda: _put(tier, staging, names, wanted), limit_s)
+        steps.take("put", lambda: _put(tier, staging, names, expected), limit_s)
         try:
-            steps.take("get", lambda: _get(tier, staging, names, wanted, config), limit_s)
+            steps.take("get", lambda: _get(tier, staging, names, expected, config), limit_s)
         except Exception:
             with suppress(Exception):
                 within(limit_s, lambda: tier.delete(names), "kvkit-doctor")
@@ -182,27 +182,27 @@ def _small(config: TierConfig) -> Iterator[TierConfig]:
         OSError: shared memory has no room for the capacity.
     """
     url = config.urls[0] if config.urls else None
-    least = ByteSize(min(SMALL_BYTES, config.capacities[0] or SMALL_BYTES))
+    small_capacity = ByteSize(min(SMALL_BYTES, config.capacities[0] or SMALL_BYTES))
     if config.kind is not None:
         yield config
     elif config.in_memory:
-        yield config.model_copy(update={"capacity": least, "quota": None})
+        yield config.model_copy(update={"capacity": small_capacity, "quota": None})
     elif kind_of(url) is TIERS["shm"]:
         path, capacity = pool_path(str(url)), config.capacities[0] or 0
         free = shutil.disk_usage(os.path.dirname(path)).free
         if not os.path.exists(path) and free < capacity:
             raise OSError(f"capacity={capacity}: {os.path.dirname(path)} has {free} bytes free")
-        other = f"shm://doctor-{secrets.token_hex(8)}"
+        pool_url = f"shm://doctor-{secrets.token_hex(8)}"
         try:
-            yield config.model_copy(update={"url": other, "capacity": least})
+            yield config.model_copy(update={"url": pool_url, "capacity": small_capacity})
         finally:
             with suppress(FileNotFoundError):
-                os.unlink(pool_path(other))
+                os.unlink(pool_path(pool_url))
     else:
         try:
             yield config.model_copy(update={"capacity": None, "quota": None})
         finally:
-            for root in (place for place in config.urls if kind_of(place) is TIERS["folder"]):
+            for root in (folder_url for folder_url in config.urls if kind_of(folder_url) is TIERS["folder"]):
                 array = quantised_name(FORM.array, config.precision) if config.precision else FORM.array
                 array = os.path.join(LocalFileSystem._strip_protocol(root), array)
                 with suppress(OSError):  # missing, not empty, or in use by another check
@@ -222,36 +222,36 @@ def _record(key: bytes) -> NDArray[np.uint8]:
     return data
 
 
-def _put(tier: Tier, staging: Staging, names: list[str], wanted: NDArray[np.uint8]) -> None:
+def _put(tier: Tier, staging: Staging, names: list[str], expected: NDArray[np.uint8]) -> None:
     (lease,) = staging.acquire(1, OPEN_S)
     with lease:
-        lease.array[: len(wanted)] = wanted
-        lease.used = len(wanted)
+        lease.array[: len(expected)] = expected
+        lease.used = len(expected)
         _wait(partial(tier.put, names, [lease]))
 
 
 def _get(
-    tier: Tier, staging: Staging, names: list[str], wanted: NDArray[np.uint8], config: TierConfig
+    tier: Tier, staging: Staging, names: list[str], expected: NDArray[np.uint8], config: TierConfig
 ) -> None:
     (lease,) = staging.acquire(1, OPEN_S)
     with lease:
         _wait(partial(tier.get, names, [lease]))
-        _compare(lease, wanted, exact=config.precision is None)
+        _compare(lease, expected, exact=config.precision is None)
 
 
-def _compare(lease: Lease, wanted: NDArray[np.uint8], exact: bool) -> None:
+def _compare(lease: Lease, expected: NDArray[np.uint8], exact: bool) -> None:
     """Check that a loaded record equals the one put, or only its size unless `exact`.
 
     Raises:
         ValueError: the record differs.
     """
     found = lease.record
-    if len(found) != len(wanted) or (exact and not np.array_equal(found, wanted)):
+    if len(found) != len(expected) or (exact and not np.array_equal(found, expected)):
         raise ValueError("the record read back differs from the one put")
 
 
 def _wait(move: Callable[[OnComplete], None]) -> None:
-    """Start a move of one record, and wait for its end; raises its error."""
+    """Start the move of one record, wait for its end, and raise its error."""
     done, errors = threading.Event(), list[BaseException]()
 
     def on_complete(name: str, error: BaseException | None) -> None:

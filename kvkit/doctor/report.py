@@ -65,8 +65,8 @@ def installed() -> list[Installed]:
     for packages, purpose, source in FEATURES:
         names = packages.split(" or ")
         package = next(filter(version_of, names), names[0])
-        of_ours = not source or source.startswith("[")
-        install = f"pip install '{DISTRIBUTION}{source}'" if of_ours else f"comes with {source}"
+        from_kvkit = not source or source.startswith("[")
+        install = f"pip install '{DISTRIBUTION}{source}'" if from_kvkit else f"comes with {source}"
         found.append(Installed(package, version_of(package), purpose, install))
     return found
 
@@ -109,7 +109,7 @@ def examine(config: Path | None, console: Console, *, verbose: bool, as_json: bo
             add(finding)
     passed = not any(finding.error for finding in findings)
     if as_json:
-        told = {
+        document = {
             "kvkit": version_of(DISTRIBUTION),
             "python": platform.python_version(),
             "machine": describe()["machine"],
@@ -118,7 +118,7 @@ def examine(config: Path | None, console: Console, *, verbose: bool, as_json: bo
             "checks": [{**asdict(finding), "passed": not finding.error} for finding in findings],
             "passed": passed,
         }
-        print(json.dumps(told, indent=1))
+        print(json.dumps(document, indent=1))
     return passed
 
 
@@ -138,8 +138,8 @@ def _show_packages(packages: list[Installed], console: Console, *, table: bool, 
             soft_wrap=True,
         )
     absent = [found for found in packages if found.version is None]
-    there = len(packages) - len(absent)
-    _say(f"packages: {there} of {len(packages)}; --verbose lists them" if not table else "packages:", console)
+    count = len(packages) - len(absent)
+    _say(f"packages: {count} of {len(packages)}; --verbose lists them" if not table else "packages:", console)
     if table:
         shown = Table("package", "version", "for")
         for found in packages:

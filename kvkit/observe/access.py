@@ -1,6 +1,6 @@
 """Access to a cache's HTTP endpoint: the address it listens on, and the token that clients must show.
 
-No message holds the token.
+No message contains the token.
 """
 
 from __future__ import annotations
@@ -105,8 +105,8 @@ def token_for(url: str, token_file: Path | None = None) -> str:
     """
     if token_file is not None:
         return read_token(token_file)
-    if given := os.environ.get("KVKIT_SERVER__TOKEN"):
-        return given
+    if token := os.environ.get("KVKIT_SERVER__TOKEN"):
+        return token
     host = urlsplit(url).hostname or ""
     if not is_loopback(host):
         raise ConfigError(f"{url}: give the token of that endpoint (--token-file, or KVKIT_SERVER__TOKEN)")

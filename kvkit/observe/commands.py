@@ -43,45 +43,45 @@ def inspect(
         console.print(printable(text), markup=False, highlight=False, soft_wrap=True)
 
     try:
-        done = _listed(store, config)
+        listings = _listed(store, config)
     except (OSError, ValueError, ImportError) as error:
         sys.exit(urls.hide(str(error), store))
     if as_json:
-        tell_json({"store": urls.shown(store), "arrays": [described(listing) for listing in done]}, indent=1)
-        raise typer.Exit(any(listing.damaged for listing in done))
-    if not done:
+        tell_json({"store": urls.shown(store), "arrays": list(map(described, listings))}, indent=1)
+        raise typer.Exit(any(listing.damaged for listing in listings))
+    if not listings:
         say(f"{urls.shown(store)}: no records")
         return
-    show(_table(done), console)
-    for listing in done:
+    show(_table(listings), console)
+    for listing in listings:
         for name, reason in listing.damaged:
             say(f"damaged: {name}: {reason}")
-    if any(listing.damaged for listing in done):
+    if any(listing.damaged for listing in listings):
         raise typer.Exit(1)
 
 
 def _listed(store: str, config: Path | None) -> list[ArrayListing]:
-    """Read all of a store, or of a tier of a configuration file, and tell how far it is."""
+    """Read all of a store, or of a tier of a configuration file, and report the progress."""
     from rich.console import Console
 
     from kvkit.config import load_config
     from kvkit.observe.inspect import list_store, list_tier
     from kvkit.observe.progress import spaced, timed
 
-    done, hint = [], spaced(timed(Console(stderr=True)))
+    completed, report = [], spaced(timed(Console(stderr=True)))
     if config is None:
-        listings = list_store(store, hint)
+        listings = list_store(store, report)
     else:
         import_from_here()  # eviction policies
         tiers = load_config(config).tiers
         if store not in tiers:
             sys.exit(f"{config}: no tier {store!r}; the tiers are {', '.join(tiers) or 'none'}")
-        listings = list_tier(store, tiers[store], hint)
+        listings = list_tier(store, tiers[store], report)
     for listing, complete in listings:
-        hint(f"reading {listing.array}: {listing.chunks} chunks")
+        report(f"reading {listing.array}: {listing.chunks} chunks")
         if complete:
-            done.append(listing)
-    return done
+            completed.append(listing)
+    return completed
 
 
 def _table(listings: Sequence[ArrayListing]) -> Table:
@@ -96,8 +96,8 @@ def _table(listings: Sequence[ArrayListing]) -> Table:
     for listing in listings:
         digest, _, group = listing.array.rpartition("/")
         precision = str(listing.namespace.get("layout", "")).partition("-")[2]
-        told = *(listing.namespace.get(name, "") for name in ("model", "dtype")), precision
-        model = " ".join(map(str, told)).strip()
+        fields = *(listing.namespace.get(name, "") for name in ("model", "dtype")), precision
+        model = " ".join(map(str, fields)).strip()
         shown.add_row(
             *(escape(digest), escape(group), escape(printable(model or "no zarr.json")), str(listing.chunks)),
             *(str(listing.tokens), f"{listing.bytes / 1e6:.1f}", str(len(listing.damaged))),

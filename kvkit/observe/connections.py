@@ -1,9 +1,9 @@
-"""The connections of the HTTP endpoint: what uvicorn's limits leave to the one who sends nothing.
+"""The connections of the HTTP endpoint: limits against clients that send nothing, which uvicorn lacks.
 
 A stranger is a connection that has not shown the token; a client is one that has. The number of each is
-limited, and where there are too many the one that was idle longest is closed: sockets that are held open
+limited: beyond the limit, the connection that was idle longest is closed. So sockets that are held open
 neither exhaust the process's descriptors nor keep others out. uvicorn's `limit_concurrency` would refuse the
-new one instead. A connection that does not send the head of a request in time is closed, too: uvicorn's
+new connection instead. A connection that sends no head of a request in time is closed, too: uvicorn's
 `timeout_keep_alive` only runs between two requests. A stranger costs no thread, no line in the log, and no
 memory except the head of one request and the data of one read.
 """
@@ -76,17 +76,17 @@ class Connection(H11Protocol):
             self._late.cancel()
             self._late = self.loop.call_later(HEAD_S, self.cut)
 
-    def _enter(self, most: int, known: bool) -> bool:
-        """Count among clients or strangers; at most `most`, the one idle longest is closed.
+    def _enter(self, limit: int, known: bool) -> bool:
+        """Count among clients or strangers; beyond `limit` of them, close the one that was idle longest.
 
-        Returns False if all the others are busy.
+        Return False if all the others are busy.
         """
         self._known, self._since = known, self.loop.time()
-        others = [c for c in self.connections if isinstance(c, Connection) and c._known is known]
-        idle = [c for c in others if c is not self and not c.busy]
-        if len(others) > most and idle:
+        members = [c for c in self.connections if isinstance(c, Connection) and c._known is known]
+        idle = [c for c in members if c is not self and not c.busy]
+        if len(members) > limit and idle:
             min(idle, key=lambda c: c._since).cut()
-        return len(others) <= most or bool(idle)
+        return len(members) <= limit or bool(idle)
 
 
 class HttpListener(uvicorn.Server):

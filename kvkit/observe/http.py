@@ -141,18 +141,18 @@ class Server:
 
 def _guarded(app: ASGIApp, token: str) -> ASGIApp:
     """Wrap `app` for clients with the token; others get 401 before anything they sent is read."""
-    wanted = token.encode()
+    expected = token.encode()
 
     async def guarded(scope: Scope, receive: Receive, send: Send) -> None:
-        shown = [value for name, value in scope["headers"] if name == b"authorization"]
-        scheme, _, given = shown[0].partition(b" ") if len(shown) == 1 else (b"", b"", b"")
-        answer, headers = app, {"Connection": "close"}
-        if scheme.lower() != b"bearer" or not secrets.compare_digest(given.strip(), wanted):
+        values = [value for name, value in scope["headers"] if name == b"authorization"]
+        scheme, _, presented = values[0].partition(b" ") if len(values) == 1 else (b"", b"", b"")
+        respond, headers = app, {"Connection": "close"}
+        if scheme.lower() != b"bearer" or not secrets.compare_digest(presented.strip(), expected):
             headers["WWW-Authenticate"] = "Bearer"
-            answer = JSONResponse({"error": "want Authorization: Bearer and the token"}, 401, headers)
+            respond = JSONResponse({"error": "want Authorization: Bearer and the token"}, 401, headers)
         elif not scope["state"]["connection"].show_token():
-            answer = JSONResponse({"error": "too many requests are in flight"}, 503, headers)
-        await answer(scope, receive, send)
+            respond = JSONResponse({"error": "too many requests are in flight"}, 503, headers)
+        await respond(scope, receive, send)
 
     return guarded
 
@@ -247,7 +247,7 @@ def _tiers(cache: Cache) -> list[dict[str, Any]]:
             "codec": tier.codec,
             "precision": tier.precision,
             "in_memory": tier.in_memory,
-            "near": tier.in_memory,  # its name before; to go with the next version
+            "near": tier.in_memory,  # its former name, until the next version
             "state": states[name],
             "queue_depth": depths.get(name, 0),
         }
@@ -258,16 +258,16 @@ def _tiers(cache: Cache) -> list[dict[str, Any]]:
 def _post(
     path: str, model: type[_B], act: Callable[[_B], dict[str, Any]], threads: Workers, timeout_s: float
 ) -> Route:
-    """Build the route of an act on a body, which is parsed and carried out in one of `threads`."""
+    """Build the route of the operation `act`; one of `threads` parses the body and runs it."""
 
     def work(raw: bytes) -> dict[str, Any]:
         try:
             body = model.model_validate_json(raw)
         except ValidationError as error:
             first = error.errors(include_url=False, include_input=False, include_context=False)[0]
-            where = ".".join(map(str, first["loc"])) or "body"
-            wanted = ", ".join(model.model_fields)
-            raise HTTPException(422, f"{where}: {first['msg']}; the fields are {wanted}") from None
+            location = ".".join(map(str, first["loc"])) or "body"
+            fields = ", ".join(model.model_fields)
+            raise HTTPException(422, f"{location}: {first['msg']}; the fields are {fields}") from None
         return act(body)
 
     async def endpoint(request: Request) -> Response:
@@ -309,8 +309,8 @@ async def _read(request: Request) -> bytes:
     body = bytearray()
     try:
         async with asyncio.timeout(BODY_S):
-            async for part in request.stream():
-                body += part
+            async for chunk in request.stream():
+                body += chunk
                 if len(body) > MAX_BODY_BYTES:
                     raise too_long
     except TimeoutError:

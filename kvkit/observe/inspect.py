@@ -1,7 +1,7 @@
 """The contents of a store: its namespaces, chunks, tokens, bytes and damaged records.
 
 Stores are read as tiers read them, so every store that a cache can use can be listed. They are read in
-pieces, so nothing in a store decides how much memory that takes.
+pieces, so memory stays bounded whatever a store contains.
 """
 
 from __future__ import annotations
@@ -189,14 +189,14 @@ def _scan(url: str, store: ObjectStore) -> Iterator[tuple[str, int]]:
 
 
 class _Pieces:
-    """The parts of one record, for `record.examine`. Keeps the last piece that was read."""
+    """The pieces of one record, for `record.examine`. Keeps the last piece that was read."""
 
     def __init__(self, store: _Stored, name: str, size: int) -> None:
         self._store, self._name, self._size = store, name, size
         self._start, self._piece = 0, memoryview(b"")
 
     def read(self, offset: int, size: int) -> memoryview:
-        """Return that part of the record."""
+        """Return `size` bytes of the record from `offset` on."""
         if offset < self._start or offset + size > self._start + len(self._piece):
             self._start = offset
             self._piece = memoryview(bytearray(min(max(size, PIECE_BYTES), self._size - offset)))

@@ -111,9 +111,9 @@ class CacheCollector(Collector):
             "kvkit_slots_in_use": {(): staging.slots - staging.free},
             "kvkit_queue_depth": {(tier,): depth for tier, depth in self._cache.queue_depths().items()},
             "kvkit_tier_state": {
-                (tier, known): known == state
+                (tier, label): label == state
                 for tier, state in self._cache.tier_states().items()
-                for known in get_args(HealthState)
+                for label in get_args(HealthState)
             },
         }
 
@@ -133,10 +133,10 @@ def _family(name: str, labels: list[str], meaning: str, samples: _Samples) -> Me
     """Build a metric, of the kind that its name and meaning state."""
     if meaning.startswith("histogram"):
         histograms = HistogramMetricFamily(name, meaning, labels=labels)
-        for key, shown in samples.items():
-            bounds = [*map(str, shown.bounds), "+Inf"]
-            buckets = list(zip(bounds, accumulate(shown.buckets), strict=True))
-            histograms.add_metric(key, buckets, shown.total)
+        for key, histogram in samples.items():
+            bounds = [*map(str, histogram.bounds), "+Inf"]
+            buckets = list(zip(bounds, accumulate(histogram.buckets), strict=True))
+            histograms.add_metric(key, buckets, histogram.total)
         return histograms
     kind = CounterMetricFamily if name.endswith("_total") else GaugeMetricFamily
     numbers = kind(name, meaning, labels=labels)
@@ -146,10 +146,10 @@ def _family(name: str, labels: list[str], meaning: str, samples: _Samples) -> Me
 
 
 def _counted(counts: Counts, tiers: Iterable[str]) -> dict[str, _Samples]:
-    """Return the counters. Places that are no tiers are included once they have counts."""
+    """Return the counters. Sources that are not tiers are included once they have counts."""
 
-    def by_tier(counter: Mapping[str, int], *more: str) -> _Samples:
-        return {(tier, *more): counter.get(tier, 0) for tier in (*tiers, *counter)}
+    def by_tier(counter: Mapping[str, int], *labels: str) -> _Samples:
+        return {(tier, *labels): counter.get(tier, 0) for tier in (*tiers, *counter)}
 
     damaged = {(tier, cause): 0 for tier in tiers for cause in Damage} | counts.damaged
     return {

@@ -29,13 +29,13 @@ def timed(console: Console) -> Say:
 
 
 def spaced(say: Say, every_s: float = EVERY_S) -> Say:
-    """Make a function that passes at most one line per `every_s` seconds to `say`, none in the first."""
-    told = time.monotonic()
+    """Make a function that passes at most one line per `every_s` seconds to `say`, none at the start."""
+    last_s = time.monotonic()
 
     def say_seldom(text: str) -> None:
-        nonlocal told
-        if time.monotonic() - told >= every_s:
-            told = time.monotonic()
+        nonlocal last_s
+        if time.monotonic() - last_s >= every_s:
+            last_s = time.monotonic()
             say(text)
 
     return say_seldom
@@ -44,6 +44,6 @@ def spaced(say: Say, every_s: float = EVERY_S) -> Say:
 def counted(work: Iterable[T], what: str, total: int, say: Say, every_s: float = EVERY_S) -> Iterator[T]:
     """Yield the results of `work`, and report every `every_s` seconds how many of `total` are done."""
     seldom = spaced(say, every_s)
-    for number, one in enumerate(work, 1):
+    for number, result in enumerate(work, 1):
         (say if number == total else seldom)(f"{what}: {number} of {total}")
-        yield one
+        yield result

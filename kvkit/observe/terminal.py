@@ -34,13 +34,13 @@ class FittedTable:
         columns = [_texts(column, console) for column in self.table.columns]
         heads, *rows = map(list, zip(*columns, strict=True))
         width = _ENDLESS if self.endless else options.max_width
-        turned = [Column(), *(Column(justify="right") for _ in rows)]
+        swapped = [Column(), *(Column(justify="right") for _ in rows)]
         bare = copy.copy(self.table)
         bare.box, bare.padding = None, (0, 2, 0, 0)
         for style, shape, lines in (
             (self.table, self.table.columns, [heads, *rows]),
             (bare, self.table.columns, [heads, *rows]),
-            (self.table, turned, [list(line) for line in zip(heads, *rows, strict=True)]),
+            (self.table, swapped, [list(line) for line in zip(heads, *rows, strict=True)]),
         ):
             fitted = _fitted(style, shape, lines, width, console)
             if fitted is not None:
@@ -97,29 +97,29 @@ def _fitted(
 ) -> Table | None:
     """Build a table of `lines`, headings first, in the style of `table`; None if `width` is too small."""
     ample = console.options.update(width=_ENDLESS)
-    wanted = []
-    made = copy.copy(table)
-    made.columns, made.rows = [], []
+    slack = []
+    result = copy.copy(table)
+    result.columns, result.rows = [], []
     for column, texts in zip(columns, zip(*lines, strict=True), strict=True):
         sizes = [Measurement.get(console, ample, text) for text in texts]
-        least = max(
+        min_width = max(
             size.maximum if text.no_wrap else size.minimum for size, text in zip(sizes, texts, strict=True)
         )
-        wanted.append(max(size.maximum for size in sizes) - least)
-        made.add_column(texts[0], header_style=column.header_style, justify=column.justify, width=least)
-    room = width - Measurement.get(console, ample, made).maximum
-    if room < 0:
+        slack.append(max(size.maximum for size in sizes) - min_width)
+        result.add_column(texts[0], header_style=column.header_style, justify=column.justify, width=min_width)
+    spare = width - Measurement.get(console, ample, result).maximum
+    if spare < 0:
         return None
-    order = sorted(range(len(wanted)), key=lambda number: wanted[number])
-    for place, number in enumerate(
+    order = sorted(range(len(slack)), key=lambda index: slack[index])
+    for position, index in enumerate(
         order
     ):  # columns that need less than an equal share leave the rest to others
-        share = min(wanted[number], room // (len(order) - place))
-        made.columns[number].width = (made.columns[number].width or 0) + share
-        room -= share
+        share = min(slack[index], spare // (len(order) - position))
+        result.columns[index].width = (result.columns[index].width or 0) + share
+        spare -= share
     for line in lines[1:]:
-        made.add_row(*line)
-    made.width = Measurement.get(
-        console, ample, made
+        result.add_row(*line)
+    result.width = Measurement.get(
+        console, ample, result
     ).maximum  # else rich squeezes it into the console's width
-    return made
+    return result

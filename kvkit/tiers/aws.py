@@ -39,23 +39,23 @@ def s3_settings(
     if _is_given(options, "access_key_id", "skip_signature", "web_identity_token_file"):
         return dict(options), None
     added, provider = _of_profile(timeout_s)
-    found = {name: value for name, value in added.items() if not _is_given(options, name)} | dict(options)
-    served = _is_given(options, "container_credentials_relative_uri", "container_credentials_full_uri")
-    if provider is None and not served and _metadata_is_disabled():
+    completed = {name: value for name, value in added.items() if not _is_given(options, name)} | dict(options)
+    has_container = _is_given(options, "container_credentials_relative_uri", "container_credentials_full_uri")
+    if provider is None and not has_container and _metadata_is_disabled():
         raise ValueError(missing_credentials())
-    return found, provider
+    return completed, provider
 
 
 def missing_credentials() -> str:
     """Return the error message that lists every place searched for credentials."""
-    asked = f"is not asked ({_DISABLED})" if _metadata_is_disabled() else "gives none"
+    metadata_result = f"is not asked ({_DISABLED})" if _metadata_is_disabled() else "gives none"
     profiles = f"the profile {_profile() or 'default'!r} of {' and '.join(_files())}"
     if find_spec("botocore") is None:
         profiles += " (not looked at: pip install botocore)"
     return (
         "no credentials: none among the options (access_key_id, secret_access_key), in AWS_ACCESS_KEY_ID, "
         f"AWS_WEB_IDENTITY_TOKEN_FILE, AWS_CONTAINER_CREDENTIALS_*, or {profiles}, and EC2's metadata "
-        f"service {asked}; a public bucket needs skip_signature = true among the options"
+        f"service {metadata_result}; a public bucket needs skip_signature = true among the options"
     )
 
 
@@ -87,7 +87,7 @@ def _of_profile(timeout_s: float) -> tuple[dict[str, Any], Callable[[], Credenti
         resolver = session.get_component("credential_provider")
         for provider in list(resolver.providers):
             if provider.METHOD in ("env", "assume-role-with-web-identity", "container-role", "iam-role"):
-                resolver.remove(provider.METHOD)  # obstore asks these itself
+                resolver.remove(provider.METHOD)  # obstore queries these itself
         credentials = resolver.load_credentials()
     except BotoCoreError as error:
         raise ValueError(f"AWS_PROFILE={name!r}: {error}; looked at {' and '.join(_files())}") from None
@@ -110,11 +110,11 @@ def _of_profile(timeout_s: float) -> tuple[dict[str, Any], Callable[[], Credenti
 
 def _is_given(options: Mapping[str, Any], *names: str) -> bool:
     """Return whether one of these settings is among the options or in the environment, and not "false"."""
-    known = {name.lower().removeprefix("aws_"): value for name, value in options.items()}
+    by_name = {name.lower().removeprefix("aws_"): value for name, value in options.items()}
     for name in names:
-        forms = {"region": ("REGION", "DEFAULT_REGION"), "endpoint": ("ENDPOINT", "ENDPOINT_URL")}
-        aliases = forms.get(name, (name.upper(),))
-        values = [known.get(form.lower(), os.environ.get(f"AWS_{form}")) for form in aliases]
+        aliases_of = {"region": ("REGION", "DEFAULT_REGION"), "endpoint": ("ENDPOINT", "ENDPOINT_URL")}
+        aliases = aliases_of.get(name, (name.upper(),))
+        values = [by_name.get(alias.lower(), os.environ.get(f"AWS_{alias}")) for alias in aliases]
         if any(value and str(value).lower() != "false" for value in values):
             return True
     return False

@@ -89,9 +89,9 @@ class Tier(ABC):
         codec: compression of its records, one of `kvkit.format.record.CODECS`.
         precision: precision of the quantised KV that it keeps, one of `kvkit.format.layout.Precision`; loads
             from it are approximate. None: exact KV.
-        near: True if its records are in this host's memory already, so that a copy in another tier gains
-            nothing.
-        common: True if each rank of an engine on this host finds the records that any other rank puts.
+        in_memory: True if its records are in this host's memory already, so that a copy in another tier
+            gains nothing.
+        shared_by_ranks: True if each rank of an engine on this host finds the records of all ranks.
         read_only: True if its records arrive in another way than `put`, which refuses every record.
         reads_at_once: number of records that it reads in parallel; further reads wait.
         reads_ranges: True if `get_ranges` moves only the requested bytes.
@@ -292,8 +292,8 @@ class ThreadedTier(Tier):
             raise FileNotFoundError(f"tier {self.name!r} does not hold {name}")
         if size > self.largest:
             raise too_large(name, size, self.largest)
-        whole = memoryview(bytearray(size))
-        copy_ranges(name, whole[: self.read(name, whole)], ranges, buffers)
+        record = memoryview(bytearray(size))
+        copy_ranges(name, record[: self.read(name, record)], ranges, buffers)
 
     def waiting(self) -> int:
         return self._workers.waiting
@@ -334,15 +334,15 @@ def start_moves(
     """
     if len(names) != len(leases):
         raise ValueError(f"tier {tier.name!r}: {len(names)} names, {len(leases)} leases")
-    held = [lease.share() for lease in leases]
+    shares = [lease.share() for lease in leases]
     jobs = [
-        partial(_move, move, names[i : i + batch], held[i : i + batch], on_complete)
+        partial(_move, move, names[i : i + batch], shares[i : i + batch], on_complete)
         for i in range(0, len(names), batch)
     ]
     try:
         workers.start(*jobs, urgent=urgent)
     except Closed:
-        for name, lease in zip(names, held, strict=True):
+        for name, lease in zip(names, shares, strict=True):
             complete(on_complete, name, lease, TierError(f"tier {tier.name!r} is closed"))
 
 

@@ -57,22 +57,22 @@ class Bucket:
 
     def __init__(self, url: str, options: Mapping[str, Any], timeout_s: float) -> None:
         # a request and one retry, each with its own timeout, and the backoff between them add up to timeout_s
-        once, pause = timedelta(seconds=0.45 * timeout_s), timedelta(seconds=0.1 * timeout_s)
-        scheme, _, rest = url.partition("://")
+        limit, backoff = timedelta(seconds=0.45 * timeout_s), timedelta(seconds=0.1 * timeout_s)
+        scheme, _, location = url.partition("://")
         config, provider = dict(options), None
         if scheme in ("s3", "s3a"):
             config, provider = s3_settings(options, timeout_s)
         try:
             self._store: Any = from_url(
-                f"{'gs' if scheme == 'gcs' else scheme}://{rest}",
+                f"{'gs' if scheme == 'gcs' else scheme}://{location}",
                 config={name: _text(value) for name, value in config.items()},
                 **({} if provider is None else {"credential_provider": provider}),
                 # the user chooses http:// by the endpoint
-                client_options={"allow_http": True, "timeout": once, "connect_timeout": once},
+                client_options={"allow_http": True, "timeout": limit, "connect_timeout": limit},
                 retry_config={
                     "max_retries": _RETRIES,
-                    "retry_timeout": once,
-                    "backoff": {"init_backoff": pause / 10, "max_backoff": pause, "base": 2},
+                    "retry_timeout": limit,
+                    "backoff": {"init_backoff": backoff / 10, "max_backoff": backoff, "base": 2},
                 },
             )
         except (BaseError, ValueError) as error:
@@ -129,10 +129,10 @@ class Bucket:
                 counts = [_stream(result, buffer[:size])]
             else:
                 starts, sizes = [offset for offset, _ in ranges], [size for _, size in ranges]
-                parts = obstore.get_ranges(self._store, name, starts=starts, lengths=sizes, coalesce=0)
-                counts = [len(part) for part in parts]
-                for part, count, buffer in zip(parts, counts, buffers, strict=True):
-                    buffer[:count] = memoryview(part)
+                pieces = obstore.get_ranges(self._store, name, starts=starts, lengths=sizes, coalesce=0)
+                counts = [len(piece) for piece in pieces]
+                for piece, count, buffer in zip(pieces, counts, buffers, strict=True):
+                    buffer[:count] = memoryview(piece)
         for count, (offset, size) in zip(counts, ranges, strict=True):
             if count < size:
                 raise cut_short(name, count, offset, size)
@@ -186,7 +186,7 @@ class Bucket:
             yield name, size
 
     @contextmanager
-    def _failing(self, what: str, name: str = "the bucket", reading: bool = False) -> Iterator[None]:
+    def _failing(self, failure: str, name: str = "the bucket", reading: bool = False) -> Iterator[None]:
         """Turn obstore's errors into short tier errors, passing on those that mean a missing object."""
         try:
             yield
@@ -204,10 +204,10 @@ class Bucket:
                 reason = f"the store refuses these credentials; {_first_line(error)}"
                 code = _CODE.search(text)  # absent in an answer to HEAD
                 if reading and " 403 " in text and (code is None or code[1] in _OF_ONE_OBJECT):
-                    raise UnreadableObject(f"{name} {what}: {reason}", name) from None
+                    raise UnreadableObject(f"{name} {failure}: {reason}", name) from None
             else:
                 reason = _first_line(error)
-            raise TierError(f"{name} {what}: {reason}") from None  # obstore's own text is pages long
+            raise TierError(f"{name} {failure}: {reason}") from None  # obstore's own text is pages long
 
 
 def _is_denied(error: Exception) -> bool:

@@ -225,14 +225,14 @@ class Folder:
 
     def opened_wider(self) -> list[str]:
         """Return the names of namespaces that are open to more users than `access` permits."""
-        wide = 0o777 & ~_FOLDER_MODES[self._access]
-        if not wide & _mode(self.root, os.stat):
+        forbidden = 0o777 & ~_FOLDER_MODES[self._access]
+        if not forbidden & _mode(self.root, os.stat):
             return []
         return [
             space.name
             for space in _folders(self.root, _SPACE)
-            if wide & _mode(space.path, os.stat)
-            and any(wide & _mode(group.path, os.stat) for group in _folders(space.path, _GROUP))
+            if forbidden & _mode(space.path, os.stat)
+            and any(forbidden & _mode(group.path, os.stat) for group in _folders(space.path, _GROUP))
         ]
 
     def _create(self, folder: str) -> tuple[int, str]:
@@ -312,11 +312,11 @@ class Folder:
         except (TierError, FileNotFoundError):
             raise
         except OSError as error:
-            what = f"{error.strerror}: {name!r}"
+            message = f"{error.strerror}: {name!r}"
             if error.errno in _BAD_SECTORS:
-                raise UnreadableObject(what, name) from error
+                raise UnreadableObject(message, name) from error
             if error.errno in _DENIED and _mode(f"{self.root}/."):  # the root itself is accessible
-                raise DamagedObject(what, Damage.UNREADABLE) from error
+                raise DamagedObject(message, Damage.UNREADABLE) from error
             if (mode := _mode(f"{self.root}/{name}")) and not stat.S_ISREG(mode):
                 raise _foreign(name) from error
             raise
@@ -474,13 +474,13 @@ def _read_at(file: int, buffer: memoryview, offset: int) -> int:
 def _write_all(file: int, data: memoryview) -> None:
     """Write `data`, whole pages with O_DIRECT if the file system and the memory permit it."""
     pages = len(data) - len(data) % ALIGN
-    for part, flags in ((data[:pages], os.O_DIRECT), (data[pages:], 0)):
+    for remaining, flags in ((data[:pages], os.O_DIRECT), (data[pages:], 0)):
         # not given to open: a file system that refuses O_DIRECT there creates the file nonetheless
         with suppress(OSError):
             fcntl.fcntl(file, fcntl.F_SETFL, flags)
-        while part:
+        while remaining:
             try:
-                part = part[os.write(file, part) :]
+                remaining = remaining[os.write(file, remaining) :]
             except OSError as error:
                 if error.errno != errno.EINVAL or not flags:
                     raise

@@ -71,11 +71,11 @@ class FsspecStore:
     def read_ranges(self, name: str, ranges: Ranges, buffers: Sequence[memoryview]) -> None:
         starts, ends = [offset for offset, _ in ranges], [offset + size for offset, size in ranges]
         with self._blaming(name):
-            parts = self._files.cat_ranges([self._path(name)] * len(ranges), starts, ends, on_error="raise")
-        for part, (offset, size), buffer in zip(parts, ranges, buffers, strict=True):
-            if len(part) < size:
-                raise cut_short(name, len(part), offset, size)
-            buffer[:size] = part
+            pieces = self._files.cat_ranges([self._path(name)] * len(ranges), starts, ends, on_error="raise")
+        for piece, (offset, size), buffer in zip(pieces, ranges, buffers, strict=True):
+            if len(piece) < size:
+                raise cut_short(name, len(piece), offset, size)
+            buffer[:size] = piece
 
     def write(self, name: str, data: memoryview) -> None:
         path = self._path(name)
@@ -174,10 +174,10 @@ class _Calls:
         try:
             return within(timeout_s, lambda: getattr(files, method)(*args, **settings), _THREADS)
         except Exception as error:
-            told = self._told(method, _plain(error))
+            reported = self._told(method, _plain(error))
             if isinstance(error, _LOST):
                 self._disconnect(files)
-        raise told
+        raise reported
 
     def _connected(self) -> FsspecRoot:
         """Return the file system and the root in it; concurrent callers share one attempt to connect."""
@@ -187,11 +187,11 @@ class _Calls:
                 found = self._found = self._found or submit(self._connect, _THREADS)
             return found.result(self._timeout_s)
         except Exception as error:
-            told = self._told("connect", error)
+            reported = self._told("connect", error)
         with self._lock:
             if self._found is found:
                 self._found = None
-        raise told
+        raise reported
 
     def _disconnect(self, files: Any) -> None:
         """Make the next call connect again, unless another thread has done so."""
@@ -207,9 +207,9 @@ class _Calls:
         if not isinstance(error, OSError):
             return TierError(self._hide(f"{method}: {str(error) or type(error).__name__}"))
         kind = next(c for c in type(error).__mro__ if c.__module__ == "builtins")
-        told: OSError = kind(self._hide(str(error)))
-        told.errno = error.errno
-        return told
+        reported: OSError = kind(self._hide(str(error)))
+        reported.errno = error.errno
+        return reported
 
 
 def _plain(error: Exception) -> Exception:
@@ -218,8 +218,8 @@ def _plain(error: Exception) -> Exception:
     if not isinstance(error, FileNotFoundError) or not isinstance(cause, Exception):
         return error
     status = getattr(cause, "status", None)  # of an HTTP response
-    of_http = type(cause).__module__.startswith("aiohttp") or isinstance(cause, OSError)
-    return cause if of_http and status not in _ABSENT and not isinstance(cause, FileNotFoundError) else error
+    is_http = type(cause).__module__.startswith("aiohttp") or isinstance(cause, OSError)
+    return cause if is_http and status not in _ABSENT and not isinstance(cause, FileNotFoundError) else error
 
 
 def file_system_at(url: str, options: Mapping[str, Any], timeout_s: float) -> FsspecRoot:
@@ -252,5 +252,5 @@ def _cache_folders(options: Mapping[str, Any]) -> Iterator[str]:
     for value in options.values():
         if isinstance(value, Mapping):
             yield from _cache_folders(value)
-    given = options.get("cache_storage", ())
-    yield from (folder for folder in ([given] if isinstance(given, str) else given) if folder != "TMP")
+    storage = options.get("cache_storage", ())
+    yield from (folder for folder in ([storage] if isinstance(storage, str) else storage) if folder != "TMP")

@@ -20,7 +20,7 @@ from typing import Literal
 HealthState = Literal["ok", "slow", "open", "half-open"]
 
 FAILURES_TO_PAUSE = 3
-"""Failures in a row that open the circuit. One timeout does: it costs a request its whole deadline."""
+"""Failures in a row that open the circuit. One timeout suffices: it costs a request its whole deadline."""
 
 PAUSES_S = (5.0, 10.0, 20.0, 40.0, 80.0, 120.0)
 """Backoff, in seconds: the first time, after one failed trial, after two, ..."""

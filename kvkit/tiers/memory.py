@@ -112,9 +112,9 @@ class MemoryTier(Tier):
 
     def delete(self, names: Sequence[str]) -> None:
         with self._lock:
-            held = [self._leases.pop(name) for name in names if eviction.remove(self._state, name)]
+            removed = [self._leases.pop(name) for name in names if eviction.remove(self._state, name)]
             self._held_listener(names, False)
-        release_all(held)
+        release_all(removed)
 
     def size(self, name: str) -> int | None:
         with self._lock:

@@ -173,9 +173,9 @@ class MooncakeTier(Tier):
         """Read parts of one record, as in `Tier`, with one transfer and one copy."""
         sizes = [size for _, size in ranges]
         starts = [sum(sizes[:i]) for i in range(len(sizes))]
-        parts = np.empty(sum(sizes), np.uint8)
-        key, address = _key(name), parts.ctypes.data
-        with self._client() as store, self._registered(store, [parts]):
+        payload = np.empty(sum(sizes), np.uint8)
+        key, address = _key(name), payload.ctypes.data
+        with self._client() as store, self._registered(store, [payload]):
             ((codes,),) = store.get_into_ranges(
                 [address], [[key]], [[starts]], [[[offset for offset, _ in ranges]]], [[sizes]]
             )
@@ -184,14 +184,14 @@ class MooncakeTier(Tier):
                 raise DamagedObject(f"{name}: it ends before offset {offset + size}", Damage.TRUNCATED)
             if code < 0:
                 raise self._read_error(name, code)
-            buffer[:size] = parts.data[start : start + size]
+            buffer[:size] = payload.data[start : start + size]
 
     def delete(self, names: Sequence[str]) -> None:
         for first in range(0, len(names), _NAMES):
-            part = names[first : first + _NAMES]
+            batch = names[first : first + _NAMES]
             with self._client() as store:  # by force: records that were read recently have a lease
-                codes = store.batch_remove([_key(name) for name in part], True)
-            for name, code in zip(part, codes, strict=True):
+                codes = store.batch_remove([_key(name) for name in batch], True)
+            for name, code in zip(batch, codes, strict=True):
                 if code < 0 and code not in _MISSING:
                     raise self._error(f"{name} cannot be deleted", code)
 
@@ -209,8 +209,8 @@ class MooncakeTier(Tier):
         host = self._master.rpartition(":")[0]
         url = f"http://{host}:{self._options.metrics_port}/get_all_keys"
         try:
-            with urlopen(url, timeout=self._timeout_s) as answer:
-                keys = answer.read().decode(errors="replace").splitlines()
+            with urlopen(url, timeout=self._timeout_s) as response:
+                keys = response.read().decode(errors="replace").splitlines()
         except (URLError, OSError) as error:
             raise TierError(f"tier {self.name!r}: the records cannot be listed: {url}: {error}") from error
         for key in keys:
@@ -282,14 +282,14 @@ class MooncakeTier(Tier):
         """
         host, _, port = self._master.rpartition(":")
         try:  # Mooncake itself would try for 90 s
-            with socket.create_connection((host.strip("[]"), int(port)), self._timeout_s) as way:
-                here = way.getsockname()[0]
+            with socket.create_connection((host.strip("[]"), int(port)), self._timeout_s) as connection:
+                local_host = connection.getsockname()[0]
         except OSError as error:
             raise TierError(f"tier {self.name!r}: the master {self._master}: {error}") from error
         if self._options.local_hostname is not None:
-            here = self._options.local_hostname
+            local_host = self._options.local_hostname
         settings = {
-            "local_hostname": here,
+            "local_hostname": local_host,
             "metadata_server": self._options.metadata_server,
             "master_server_addr": self._master,
             "protocol": self._options.protocol,
@@ -328,18 +328,18 @@ class MooncakeTier(Tier):
     def _registered(self, store: Any, arrays: Sequence[npt.NDArray[np.uint8]]) -> Iterator[None]:
         """Register memory for one call, except memory in the arena if that is registered."""
         start, size = self._arena
-        held = range(start, start + size) if self._registers else range(0)
-        others = [array for array in arrays if array.ctypes.data not in held]
-        done = []
+        arena = range(start, start + size) if self._registers else range(0)
+        outside = [array for array in arrays if array.ctypes.data not in arena]
+        registered = []
         try:
-            for array in others:
+            for array in outside:
                 code = store.register_buffer(array.ctypes.data, array.nbytes)
                 if code != 0:
                     raise self._error(f"{array.nbytes} bytes cannot be registered", code)
-                done.append(array)
+                registered.append(array)
             yield
         finally:
-            for array in done:
+            for array in registered:
                 store.unregister_buffer(array.ctypes.data)
 
     def _read_error(self, name: str, code: int, slot_bytes: int | None = None) -> OSError:
@@ -354,9 +354,9 @@ class MooncakeTier(Tier):
             return TierFull(f"tier {self.name!r}: {name} cannot be written: the pool has no room")
         return self._error(f"{name} cannot be written", code)
 
-    def _error(self, what: str, code: int) -> TierError:
+    def _error(self, failure: str, code: int) -> TierError:
         reason = _REASONS.get(code, "Mooncake refuses")
-        return TierError(f"tier {self.name!r}: {what}: {reason} ({code}; master {self._master})")
+        return TierError(f"tier {self.name!r}: {failure}: {reason} ({code}; master {self._master})")
 
 
 def _key(name: str) -> str:
@@ -375,21 +375,21 @@ def _parse(tier: str, url: str) -> str:
         port = parts.port or _PORT
     except ValueError:
         parts, port = urlsplit(""), 0
-    more = parts.username is not None or parts.path.strip("/") or parts.query or parts.fragment
-    if parts.scheme not in TIERS["mooncake"].schemes or not parts.hostname or more:
+    extras = parts.username is not None or parts.path.strip("/") or parts.query or parts.fragment
+    if parts.scheme not in TIERS["mooncake"].schemes or not parts.hostname or extras:
         raise ValueError(f"tier {tier!r}: url={shown(url)!r}: want mooncake://<master's host>:<port>")
     host = f"[{parts.hostname}]" if ":" in (parts.hostname or "") else parts.hostname
     return f"{host}:{port}"
 
 
-def _options(tier: str, given: dict[str, Any]) -> MooncakeOptions:
+def _options(tier: str, options: dict[str, Any]) -> MooncakeOptions:
     """Return the validated options.
 
     Raises:
         ValueError: an option is unknown or invalid.
     """
     try:
-        return MooncakeOptions(**given)
+        return MooncakeOptions(**options)
     except ValidationError as error:
         raise ValueError(explain(error, MooncakeOptions, f"tier {tier!r}: options.")) from None
 

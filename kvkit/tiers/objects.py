@@ -102,18 +102,18 @@ class ObjectTier(ThreadedTier):
         return cls(config, name)
 
     def match_prefix(self, names: Sequence[str]) -> int:
-        count, looks = 0, 1
+        count, batch_size = 0, 1
         while True:
             count = self._index.extend(names, count)
-            # a look costs a round trip to a remote store: after the first find, several in parallel
-            asked = names[count : count + looks]
-            sizes = self._sizes(asked, first=count == 0)
+            # a lookup in a remote store costs a round trip: after the first hit, several run in parallel
+            batch = names[count : count + batch_size]
+            sizes = self._sizes(batch, first=count == 0)
             found = next((i for i, size in enumerate(sizes) if size is None), len(sizes))
-            self._index.note((name, size or 0) for name, size in zip(asked[:found], sizes, strict=False))
+            self._index.note((name, size or 0) for name, size in zip(batch[:found], sizes, strict=False))
             count += found
-            if not asked or found < len(asked):
+            if not batch or found < len(batch):
                 break
-            looks = self._looks
+            batch_size = self._looks
         return self._index.use_run(names[:count])
 
     def subscribe(self, held_listener: HeldListener) -> bool:
@@ -132,14 +132,14 @@ class ObjectTier(ThreadedTier):
         Raises:
             UnreadableObject: with `first`, an object cannot be read.
         """
-        look = partial(self._size_held, first)
+        size_of = partial(self._size_held, first)
         if len(names) < 2:
-            return [look(name) for name in names]
+            return [size_of(name) for name in names]
         try:
-            looks = [self._workers.submit(partial(look, name), urgent=True) for name in names]
+            futures = [self._workers.submit(partial(size_of, name), urgent=True) for name in names]
         except Closed as error:
             raise TierError(f"tier {self.name!r} is closed") from error
-        return [one.result() for one in looks]
+        return [future.result() for future in futures]
 
     def _size_held(self, first: bool, name: str) -> int | None:
         """Return the bytes of an object; None if it is missing, or damaged and so may be replaced.
@@ -234,9 +234,9 @@ class ObjectTier(ThreadedTier):
             self._store.write(name, record)
 
     def delete(self, names: Sequence[str]) -> None:
-        with ExitStack() as others:  # an error does not stop the other deletions
+        with ExitStack() as deletions:  # an error does not stop the other deletions
             for name in reversed(names):
-                others.callback(self._delete, name)
+                deletions.callback(self._delete, name)
 
     def _delete(self, name: str) -> None:
         with self._index.doubting((name,)) as missing:
@@ -268,14 +268,14 @@ class ObjectTier(ThreadedTier):
             packed = scratch[: self.read(name, scratch)]
         lease.used = self._unpack(name, packed, lease.buffer)
 
-    def _scratch(self, size: int, form: str = "packed") -> memoryview:
-        """Return a buffer of this thread for a record in another form, which may be longer."""
-        want = _packed_bytes(size)
-        held: memoryview | None = getattr(self._local, form, None)
-        if held is None or len(held) < want:
-            held = memoryview(mmap.mmap(-1, want))  # page-aligned, for O_DIRECT
-            setattr(self._local, form, held)
-        return held
+    def _scratch(self, size: int, purpose: str = "packed") -> memoryview:
+        """Return this thread's buffer for `purpose`, which fits a record of `size` bytes in any form."""
+        needed = _packed_bytes(size)
+        buffer: memoryview | None = getattr(self._local, purpose, None)
+        if buffer is None or len(buffer) < needed:
+            buffer = memoryview(mmap.mmap(-1, needed))  # page-aligned, for O_DIRECT
+            setattr(self._local, purpose, buffer)
+        return buffer
 
     def size(self, name: str) -> int | None:
         return self._store.size(name)
@@ -325,18 +325,18 @@ class ObjectTier(ThreadedTier):
 
 
 def _packed_bytes(size: int) -> int:
-    """Return the most bytes of a compressed record of `size`: incompressible data grows a little."""
+    """Return the maximum bytes of a compressed record of `size`: incompressible data grows a little."""
     return size + size // 8 + (1 << 20)
 
 
 def _tidy(tier: str, folder: Folder, access: Access) -> None:
     """Remove files that killed writers left in a folder, and warn if it is open to too many users."""
     folder.clean()
-    wide = folder.opened_wider()
-    if wide:
+    too_open = folder.opened_wider()
+    if too_open:
         log.warning(
             "tier %r: %s: %d of its namespaces, such as %s, are open to more users than access=%r permits; "
             "to close them: chmod -R %s= %s",
-            *(tier, folder.root, len(wide), wide[0], access),
+            *(tier, folder.root, len(too_open), too_open[0], access),
             *("go" if access == "user" else "o", shlex.quote(folder.root)),
         )

@@ -84,8 +84,8 @@ def dequantise(record: Buffer, precision: Precision, out: Buffer) -> Damage | in
         group, shape = float_rows(header, precision), exact_shape(header)
     except LayoutError:
         return Damage.FORMAT
-    sound = quantised_shape(shape, header.k_size, group.dtype) == header.shape
-    if header.form[0] != precision or header.codec != "none" or not sound:
+    shape_matches = quantised_shape(shape, header.k_size, group.dtype) == header.shape
+    if header.form[0] != precision or header.codec != "none" or not shape_matches:
         return Damage.FORMAT
     layer_bytes = group.block_bytes
     if total_bytes(header.header_bytes + shape[0] * layer_bytes, shape[0]) > len(target):
@@ -124,7 +124,7 @@ def _layers(record: memoryview, header: Header, layer_bytes: int) -> Bytes:
 def _seal(
     record: memoryview, target: memoryview, header: Header, shape: Shape, dtype: str, layer_bytes: int
 ) -> int:
-    """Complete the record in `target` with the header of `record`, changed to the new form, and checksums.
+    """Complete the record in `target`: write the header of `record` in its new form, and the checksums.
 
     Returns:
         number of bytes of the record.
@@ -132,9 +132,9 @@ def _seal(
     target[: header.header_bytes] = record[: header.header_bytes]
     fields = np.frombuffer(target, HEADER, 1)[0]
     fields["channels"], fields["dtype"] = shape[3], dtype.encode("ascii")
-    places = even_ranges(header.header_bytes, layer_bytes, shape[0])
-    sums = [xxh3_64_intdigest(target[offset : offset + size]) for offset, size in places]
-    return finish(target, "none", places, sums)
+    ranges = even_ranges(header.header_bytes, layer_bytes, shape[0])
+    checksums = [xxh3_64_intdigest(target[offset : offset + size]) for offset, size in ranges]
+    return finish(target, "none", ranges, checksums)
 
 
 class QuantisedStore:

@@ -66,7 +66,7 @@ class RedisTier(ThreadedTier):
     def __init__(self, config: TierConfig | str, name: str = "redis") -> None:
         if isinstance(config, str):
             config = tier_at(config)
-        where = _parse(name, config.urls[0])
+        address = _parse(name, config.urls[0])
         from redis import ConnectionPool, Redis
         from redis.backoff import NoBackoff
         from redis.connection import Connection, Encoder, PythonRespSerializer, SSLConnection
@@ -75,10 +75,10 @@ class RedisTier(ThreadedTier):
         super().__init__(name, config.threads or default_threads())
         self.scope = config.scope
         self._timeout_s = config.timeout_s
-        self._where = f"{where['host']}:{where['port']}"
+        self._where = f"{address['host']}:{address['port']}"
         self._pool = ConnectionPool(
             connection_class=SSLConnection if config.urls[0].startswith("rediss:") else Connection,
-            **where,
+            **address,
             username=config.username,
             password=config.plain_password(),
             socket_timeout=config.timeout_s,
@@ -114,8 +114,8 @@ class RedisTier(ThreadedTier):
     def get_ranges(self, name: str, ranges: Ranges, buffers: Sequence[memoryview]) -> None:
         """Read parts of one record, as in `Tier`, in one round trip."""
         commands = [("GETRANGE", _key(name), offset, offset + size - 1) for offset, size in ranges]
-        parts = [buffer[:size] for (_, size), buffer in zip(ranges, buffers, strict=True)]
-        for count, (offset, size) in zip(self._replies(name, commands, parts), ranges, strict=True):
+        targets = [buffer[:size] for (_, size), buffer in zip(ranges, buffers, strict=True)]
+        for count, (offset, size) in zip(self._replies(name, commands, targets), ranges, strict=True):
             if count != size:
                 if self.size(name) is None:
                     raise FileNotFoundError(f"tier {self.name!r} does not hold {name}")
@@ -185,14 +185,14 @@ class RedisTier(ThreadedTier):
             return sizes
 
     @contextmanager
-    def _failing(self, what: str, how: str) -> Iterator[None]:
+    def _failing(self, subject: str, failure: str) -> Iterator[None]:
         """Turn the client's errors into tier errors, which show no password."""
         from redis import exceptions
 
         try:
             yield
         except exceptions.OutOfMemoryError as error:
-            raise TierFull(f"tier {self.name!r}: {what} {how}: {error}") from None
+            raise TierFull(f"tier {self.name!r}: {subject} {failure}: {error}") from None
         except (exceptions.TimeoutError, TimeoutError):
             reason = f"{self._where} did not answer within timeout_s={self._timeout_s}"
         except (exceptions.AuthenticationError, exceptions.NoPermissionError) as error:
@@ -204,7 +204,7 @@ class RedisTier(ThreadedTier):
             )
         except exceptions.ResponseError as error:
             if str(error).startswith("WRONGTYPE"):
-                reason = f"{what}: a value of another type has its key"
+                reason = f"{subject}: a value of another type has its key"
                 raise DamagedObject(reason, Damage.FOREIGN) from None
             reason = f"{self._where}: {error}"
         except exceptions.RedisError as error:
@@ -215,7 +215,7 @@ class RedisTier(ThreadedTier):
             reason = f"{self._where}: {str(error) or type(error).__name__}"
         else:
             return
-        raise TierError(f"tier {self.name!r}: {what} {how}: {reason}")
+        raise TierError(f"tier {self.name!r}: {subject} {failure}: {reason}")
 
 
 class _Incoming(RawIOBase):
@@ -228,10 +228,10 @@ class _Incoming(RawIOBase):
         return True
 
     def readinto(self, buffer: Any) -> int:
-        left = self._deadline - time.monotonic()
-        if left <= 0:
+        remaining_s = self._deadline - time.monotonic()
+        if remaining_s <= 0:
             raise TimeoutError
-        self._socket.settimeout(left)
+        self._socket.settimeout(remaining_s)
         return int(self._socket.recv_into(buffer))
 
 

@@ -105,12 +105,12 @@ def check_settings(kinds: tuple[TierKind, ...], given: Mapping[str, Any]) -> Non
             a secret.
     """
     for name, value in given.items():
-        having = [kind for kind in TIERS.values() if name in kind.settings]
-        if not having or any(kind in having for kind in kinds):
+        supporting = [kind for kind in TIERS.values() if name in kind.settings]
+        if not supporting or any(kind in supporting for kind in kinds):
             continue
         shown = f" = {value!r}" if isinstance(value, str | int | float) else ""
         if name == "capacity":
             raise ValueError(f"capacity: a tier {kinds[0].where} has none: {kinds[0].limit} limits it")
-        if len(having) == 1:
-            raise ValueError(f"{name}{shown}: only a tier {having[0].where} has one")
+        if len(supporting) == 1:
+            raise ValueError(f"{name}{shown}: only a tier {supporting[0].where} has one")
         raise ValueError(f"{name}{shown}: no tier {kinds[0].where} has one")

@@ -91,9 +91,9 @@ class TierConfig(BaseModel):
         if values.get("kind") is None:
             return values
         known = {name: value for name, value in values.items() if name in cls.model_fields}
-        free = {name: value for name, value in values.items() if name not in cls.model_fields}
+        unknown = {name: value for name, value in values.items() if name not in cls.model_fields}
         options = known.get("options", {})
-        return known | {"options": options | free if isinstance(options, dict) else options}
+        return known | {"options": options | unknown if isinstance(options, dict) else options}
 
     @model_validator(mode="after")
     def _settings_go_together(self) -> TierConfig:
@@ -104,8 +104,8 @@ class TierConfig(BaseModel):
             raise ValueError(f"capacity: {len(self.capacity)} values for {len(self.urls)} urls")
         check_settings(self.kinds, {name: getattr(self, name) for name in self.model_fields_set})
         if self.capacity is None and self.kinds[0].sized:
-            kept = "without a url is kept in memory and" if self.url is None else self.kinds[0].where
-            raise ValueError(f"a tier {kept} needs a capacity")
+            where = "without a url is kept in memory and" if self.url is None else self.kinds[0].where
+            raise ValueError(f"a tier {where} needs a capacity")
         self._check_places()
         if any(map(has_password, self.urls)):
             raise ValueError("url: it has a password; want it as a setting of its own, or among the options")
@@ -117,12 +117,12 @@ class TierConfig(BaseModel):
         return self
 
     def _check_places(self) -> None:
-        """Check that no folder's name is empty (the current folder), and that no two URLs are one place."""
-        places: dict[str, str] = {}
+        """Check that no folder has an empty name (the current folder), and that no two URLs are one place."""
+        urls_by_location: dict[str, str] = {}
         for url in self.urls:
             folder = url.partition("://")[2] if "://" in url else url
             if kind_of(url) is not TIERS["folder"]:
-                place = url
+                location = url
             elif not folder.strip():
                 raise ValueError(
                     f"url = {url!r}: it names nothing, perhaps because a variable is not set; want a folder "
@@ -131,10 +131,10 @@ class TierConfig(BaseModel):
             elif len(self.urls) < 2:
                 return  # nothing to compare with, and realpath would block for ever in a dead mount
             else:
-                place = os.path.realpath(os.path.expanduser(folder))
-            other = places.setdefault(place, url)
-            if other != url or self.urls.count(url) > 1:
-                raise ValueError(f"url: {shown(other)} and {shown(url)} are one place; want different places")
+                location = os.path.realpath(os.path.expanduser(folder))
+            first = urls_by_location.setdefault(location, url)
+            if first != url or self.urls.count(url) > 1:
+                raise ValueError(f"url: {shown(first)} and {shown(url)} are one place; want different places")
 
     @field_serializer("url", when_used="json")
     def _shown(self, url: str | tuple[str, ...] | None) -> str | tuple[str, ...] | None:
@@ -181,11 +181,11 @@ class TierConfig(BaseModel):
         return self.model_copy(update={"url": self.urls[index], "capacity": size})
 
     def all_set(self) -> dict[str, Any]:
-        """Return the settings given, for another package's factory, with secrets in plain text."""
-        given = self.model_dump(exclude_unset=True, exclude={"kind", "password", "options"})
+        """Return the settings that are set, with secrets in plain text, for another package's factory."""
+        settings = self.model_dump(exclude_unset=True, exclude={"kind", "password", "options"})
         if self.password is not None:
-            given["password"] = self.plain_password()
-        return given | self.plain_options()
+            settings["password"] = self.plain_password()
+        return settings | self.plain_options()
 
     def plain_password(self) -> str | None:
         return None if self.password is None else self.password.get_secret_value()

@@ -67,12 +67,12 @@ class SpreadTier(Tier):
             path.limit(slot_bytes)
 
     def match_prefix(self, names: Sequence[str]) -> int:
-        held = len(names)
-        for path, mine in self._shares(names).items():
-            answer = self._try(path, methodcaller("match_prefix", [names[i] for i in mine]), 0)
-            if answer < len(mine):
-                held = min(held, mine[answer])
-        return held
+        run = len(names)
+        for path, indices in self._shares(names).items():
+            count = self._try(path, methodcaller("match_prefix", [names[i] for i in indices]), 0)
+            if count < len(indices):
+                run = min(run, indices[count])
+        return run
 
     def get(self, names: Sequence[str], leases: Sequence[Lease], on_complete: OnComplete) -> None:
         self._move(names, leases, on_complete, reading=True)
@@ -81,9 +81,9 @@ class SpreadTier(Tier):
         self._move(names, leases, on_complete, reading=False)
 
     def delete(self, names: Sequence[str]) -> None:
-        with ExitStack() as others:  # an error does not stop the other deletions
-            for path, mine in self._shares(names).items():
-                others.callback(self._paths[path].delete, [names[i] for i in mine])
+        with ExitStack() as deletions:  # an error does not stop the other deletions
+            for path, indices in self._shares(names).items():
+                deletions.callback(self._paths[path].delete, [names[i] for i in indices])
 
     def size(self, name: str) -> int | None:
         return self._try(path_of(name, len(self._paths)), lambda tier: tier.size(name), None)
@@ -106,11 +106,11 @@ class SpreadTier(Tier):
 
     def pin(self, names: Sequence[str], seconds: float) -> int:
         shares = self._shares(names)
-        return sum(self._paths[path].pin([names[i] for i in mine], seconds) for path, mine in shares.items())
+        return sum(self._paths[path].pin([names[i] for i in own], seconds) for path, own in shares.items())
 
     def prioritise(self, names: Sequence[str], priority: int) -> None:
-        for path, mine in self._shares(names).items():
-            self._paths[path].prioritise([names[i] for i in mine], priority)
+        for path, indices in self._shares(names).items():
+            self._paths[path].prioritise([names[i] for i in indices], priority)
 
     def waiting(self) -> int:
         return sum(path.waiting() for path in self._paths)
@@ -120,9 +120,9 @@ class SpreadTier(Tier):
             self._try(path, lambda tier: tier.describe(array, metadata), None)
 
     def close(self) -> None:
-        with ExitStack() as others:  # as in `delete`
+        with ExitStack() as closings:  # as in `delete`
             for path in self._paths:
-                others.callback(path.close)
+                closings.callback(path.close)
 
     def _shares(self, names: Sequence[str]) -> dict[int, list[int]]:
         """Return, for each path, the indices of those of `names` that are on it."""
@@ -136,20 +136,20 @@ class SpreadTier(Tier):
     ) -> None:
         if len(names) != len(leases):
             raise ValueError(f"tier {self.name!r}: {len(names)} names, {len(leases)} leases")
-        for path, mine in self._shares(names).items():
+        for path, indices in self._shares(names).items():
             tier, health = self._paths[path], self._health[path]
             if not health.usable(time.monotonic()):
-                for name in (names[i] for i in mine):
+                for name in (names[i] for i in indices):
                     on_complete(name, self._passed_over(name, path, reading))
                 continue
             move = tier.get if reading else tier.put
             report = partial(self._report, path, on_complete, reading)
-            move([names[i] for i in mine], [leases[i] for i in mine], report)
+            move([names[i] for i in indices], [leases[i] for i in indices], report)
 
     def _report(
         self, path: int, on_complete: OnComplete, reading: bool, name: str, error: BaseException | None
     ) -> None:
-        """Report a path's result, with its failure to read as a miss, so that other paths stay usable."""
+        """Report a path's result; a failed read is reported as a miss, so that other paths stay usable."""
         if not reading:
             self._health[path].answered(time.monotonic())
         elif error is None:
@@ -160,11 +160,11 @@ class SpreadTier(Tier):
 
     def _blamed(self, name: str, path: int, error: BaseException) -> BaseException:
         """Return the error to report for a failed read: a path's failure becomes a miss of the record."""
-        given_up = self._health[path].state(time.monotonic()) == "open"
+        was_open = self._health[path].state(time.monotonic()) == "open"
         self._note(path, error)
         if isinstance(error, UnreadableObject):
             # its evidence against the path is recorded already
-            return self._missing(name, path, error) if given_up else DamagedObject(str(error), error.damage)
+            return self._missing(name, path, error) if was_open else DamagedObject(str(error), error.damage)
         if isinstance(error, FileNotFoundError | DamagedObject):
             return error
         return self._missing(name, path, error)
@@ -182,28 +182,28 @@ class SpreadTier(Tier):
             self._health[path].failed(now, isinstance(error, TimeoutError))
 
     def _passed_over(self, name: str, path: int, reading: bool) -> OSError:
-        why = "it failed a moment ago"
+        reason = "it failed a moment ago"
         if reading:
-            return self._missing(name, path, why)
-        return TierError(f"tier {self.name!r}: path {path} does not take {name}: {why}")
+            return self._missing(name, path, reason)
+        return TierError(f"tier {self.name!r}: path {path} does not take {name}: {reason}")
 
-    def _missing(self, name: str, path: int, why: object) -> FileNotFoundError:
-        log.warning("tier %r: path %d does not deliver %s: %s", self.name, path, name, why)
-        return FileNotFoundError(f"tier {self.name!r}: path {path} does not deliver {name}: {why}")
+    def _missing(self, name: str, path: int, reason: object) -> FileNotFoundError:
+        log.warning("tier %r: path %d does not deliver %s: %s", self.name, path, name, reason)
+        return FileNotFoundError(f"tier {self.name!r}: path {path} does not deliver {name}: {reason}")
 
-    def _try(self, path: int, ask: Callable[[Tier], T], otherwise: T) -> T:
-        """Return the result of `ask` for a path; `otherwise` if that fails or the path's circuit is open."""
+    def _try(self, path: int, call: Callable[[Tier], T], default: T) -> T:
+        """Return the result of `call` for a path; `default` if it fails or the path's circuit is open."""
         health = self._health[path]
         if not health.usable(time.monotonic()):
-            return otherwise
+            return default
         try:
-            answer = ask(self._paths[path])
+            result = call(self._paths[path])
         except OSError as error:
             log.warning("tier %r: path %d: %s", self.name, path, error)
             self._note(path, error)
-            return otherwise
+            return default
         health.answered(time.monotonic())
-        return answer
+        return result
 
 
 def path_of(name: str, paths: int) -> int:

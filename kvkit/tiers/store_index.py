@@ -49,7 +49,7 @@ class StoreIndex:
             return tuple(self.state.entries)
 
     def extend(self, names: Sequence[str], count: int) -> int:
-        """Return the length of the leading run of `names` known, if the first `count` are held."""
+        """Return how many leading `names` the index has, if the store holds the first `count`."""
         with self._lock:
             known, writing = self.state.entries, self._writing
             while count < len(names) and names[count] in known and names[count] not in writing:
@@ -84,7 +84,7 @@ class StoreIndex:
         """Make room for a record while the block writes it; until then lookups do not count it as held.
 
         Args:
-            largest: bytes counted for a victim that can neither be deleted nor looked at.
+            largest: bytes counted for a victim that can neither be deleted nor inspected.
 
         Raises:
             TierFull: the record does not fit.
@@ -111,9 +111,9 @@ class StoreIndex:
             self._writing[name] += 1
         written = False
         try:
-            with ExitStack() as others:
+            with ExitStack() as evictions:
                 for victim in reversed(victims):
-                    others.callback(self._evict, victim, largest)
+                    evictions.callback(self._evict, victim, largest)
             yield
             written = True
         finally:

@@ -34,21 +34,21 @@ def open_store(tier: str, url: str, config: TierConfig) -> ObjectStore:
         if "::" in url and get_protocol(url.rpartition("::")[2]) in LocalFileSystem.protocol:
             raise ValueError(f"url={shown(url)!r}: a folder behind another store; want the folder itself")
         connect = partial(file_system_at, url, options, config.timeout_s)
-        found = None
+        connection = None
         try:
             make_cache_folders(options)
-            found = _reached(connect, config.timeout_s)
+            connection = _reached(connect, config.timeout_s)
         except Exception as error:  # each protocol has its own
             raise ValueError(
                 f"url={shown(url)!r}: {hide(str(error), url, options=options)}; want a folder, or "
                 f"<protocol>://... with one of {', '.join(available_protocols())}"
             ) from None
-        if found is None or not isinstance(found[0], LocalFileSystem):
+        if connection is None or not isinstance(connection[0], LocalFileSystem):
             hidden = partial(hide, url=url, options=options)
-            return FsspecStore(connect, hidden, config.timeout_s, found)
+            return FsspecStore(connect, hidden, config.timeout_s, connection)
         if options:
             raise ValueError(f"options: {', '.join(options)}: a folder has none")
-        return Folder(found[1], config.fsync, config.access)
+        return Folder(connection[1], config.fsync, config.access)
     except ValueError as error:
         raise ValueError(f"tier {tier!r}: {error}") from None
 

@@ -28,28 +28,28 @@ class StripedStore:
         total = self._total(name)
         if total > len(buffer):
             raise too_large(name, total, len(buffer))
-        places = parts(total, len(self._stores))
+        bounds = parts(total, len(self._stores))
         with self._blaming(name):
             return sum(
                 store.read(name, buffer[start:stop])
-                for store, (start, stop) in zip(self._stores, places, strict=True)
+                for store, (start, stop) in zip(self._stores, bounds, strict=True)
             )
 
     def read_ranges(self, name: str, ranges: Ranges, buffers: Sequence[memoryview]) -> None:
-        places = parts(self._total(name), len(self._stores))
-        if any(offset + size > places[-1][1] for offset, size in ranges):
-            raise DamagedObject(f"{name} ends at {places[-1][1]}, before {ranges}", Damage.TRUNCATED)
-        for store, (start, stop) in zip(self._stores, places, strict=True):
-            mine: list[tuple[int, int]] = []
+        bounds = parts(self._total(name), len(self._stores))
+        if any(offset + size > bounds[-1][1] for offset, size in ranges):
+            raise DamagedObject(f"{name} ends at {bounds[-1][1]}, before {ranges}", Damage.TRUNCATED)
+        for store, (start, stop) in zip(self._stores, bounds, strict=True):
+            store_ranges: list[tuple[int, int]] = []
             targets: list[memoryview] = []
             for (offset, size), buffer in zip(ranges, buffers, strict=True):
                 low, high = max(offset, start), min(offset + size, stop)
                 if low < high:
-                    mine.append((low - start, high - low))
+                    store_ranges.append((low - start, high - low))
                     targets.append(buffer[low - offset : high - offset])
-            if mine:
+            if store_ranges:
                 with self._blaming(name):
-                    store.read_ranges(name, mine, targets)
+                    store.read_ranges(name, store_ranges, targets)
 
     def write(self, name: str, data: memoryview) -> None:
         moves = list(zip(self._stores, parts(len(data), len(self._stores)), strict=True))
@@ -63,18 +63,18 @@ class StripedStore:
             raise
 
     def delete(self, name: str) -> None:
-        with ExitStack() as others:  # an error does not stop the other deletions
+        with ExitStack() as deletions:  # an error does not stop the other deletions
             for store in reversed(self._stores):
-                others.callback(store.delete, name)
+                deletions.callback(store.delete, name)
 
     def scan(self) -> Iterator[tuple[str, int]]:
-        others = [dict(store.scan()) for store in self._stores[1:]]
+        other_sizes = [dict(store.scan()) for store in self._stores[1:]]
         for name, size in self._stores[0].scan():
-            yield name, size + sum(other.get(name, 0) for other in others)
+            yield name, size + sum(sizes.get(name, 0) for sizes in other_sizes)
 
     @contextmanager
     def _blaming(self, name: str) -> Iterator[None]:
-        """Raise DamagedObject for an object that lacks a part: as merely missing, it would stay for ever.
+        """Raise DamagedObject for an object that lacks a part: reported as missing, it would stay for ever.
 
         Raises:
             DamagedObject: the object lacks a part.

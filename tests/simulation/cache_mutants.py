@@ -184,10 +184,10 @@ CACHE_MUTANTS = (
         "a tier reads into a slot that it has no share of",
         BASE,
         """\
-    held = [lease.share() for lease in leases]
+    shares = [lease.share() for lease in leases]
     jobs""",
         """\
-    held = list(leases)
+    shares = list(leases)
     jobs""",
     ),
     Mutant(

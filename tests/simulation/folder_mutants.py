@@ -55,14 +55,14 @@ FOLDER_MUTANTS = (
         "a write that the system cut short is taken for whole",
         FOLDER,
         """\
-        while part:
+        while remaining:
             try:
-                part = part[os.write(file, part) :]
+                remaining = remaining[os.write(file, remaining) :]
 """,
         """\
-        if part:
+        if remaining:
             try:
-                os.write(file, part)
+                os.write(file, remaining)
 """,
         "folder",
     ),

@@ -19,7 +19,7 @@ NORMAL, HIGHEST = 35, 100
 
 
 def prevails(given: int, before: int) -> bool:
-    """Return whether a new priority replaces a record's: if that is `NORMAL`, or lower than the new one."""
+    """Return whether priority `given` replaces `before`: if `before` is `NORMAL` or lower than `given`."""
     return given != before and (before == NORMAL or given > before)
 
 
@@ -99,7 +99,7 @@ class EvictionPolicy(ABC):
         return False
 
     def evicted(self, name: str, entry: Entry, room: int) -> None:  # noqa: B027 - optional
-        """Record that a record was evicted. Mutates."""
+        """Note that a record was evicted. Mutates."""
 
 
 @dataclass(slots=True)
@@ -208,8 +208,8 @@ class ARC(EvictionPolicy):
         for queue, ghosts in enumerate(self._ghosts):
             if name in ghosts.sizes:
                 step = max(size, size * self._ghosts[1 - queue].bytes // max(1, ghosts.bytes))
-                wanted = self._small_bytes + (step if queue == SMALL else -step)
-                self._small_bytes = max(0, min(room, wanted))
+                target = self._small_bytes + (step if queue == SMALL else -step)
+                self._small_bytes = max(0, min(room, target))
                 ghosts.remove(name)
                 return MAIN
         return SMALL

@@ -73,7 +73,7 @@ def touch(state: EvictionState, names: Iterable[str]) -> None:
     """Mark `names`, a chain of records, as used, skipping those not held. Mutates `state`."""
     state._events += 1
     entries, now, promotes = state.entries, state._events, state.policy.promotes
-    before: str | None = None
+    previous: str | None = None
     for name in names:
         entry = entries.get(name)
         if entry is not None:
@@ -81,9 +81,9 @@ def touch(state: EvictionState, names: Iterable[str]) -> None:
             entry.uses += 1
             if promotes and entry.uses > 1 and entry.queue == SMALL:
                 _promote(state, entry)
-            if entry.parent is None and before is not None:
-                entry.parent = _follow(state, before)
-        before = name
+            if entry.parent is None and previous is not None:
+                entry.parent = _follow(state, previous)
+        previous = name
 
 
 def use_run(state: EvictionState, names: Sequence[str]) -> int:
@@ -133,17 +133,17 @@ def add_run(
             if parent is not None:
                 parent = _follow(state, parent)  # protects it and its ancestors from eviction
             if limited or state._refused:
-                gone: list[Entry] = []
-                if parent in state._refused or not _make_room(state, owner, size, barred, gone):
+                evicted: list[Entry] = []
+                if parent in state._refused or not _make_room(state, owner, size, barred, evicted):
                     if parent is not None:
                         _release(state, parent)
-                    for entry in reversed(gone):
+                    for entry in reversed(evicted):
                         _hold(state, entry)
                     state._refused[name] = None  # records that follow it are useless until it is held
                     if len(state._refused) > _MOST_REFUSED:
                         del state._refused[next(iter(state._refused))]
                     break
-                for entry in gone:
+                for entry in evicted:
                     state._pins.pop(entry.name, None)
                     if state.policy.queued:
                         state.policy.evicted(entry.name, entry, _room(state))
@@ -214,21 +214,21 @@ def _make_room(
     owner: str,
     size: int,
     barred: Callable[[str], bool],
-    gone: list[Entry],
+    evicted: list[Entry],
 ) -> bool:
-    """Evict leaves into `gone` until `size` bytes of `owner` fit; return False if they cannot."""
+    """Evict leaves into `evicted` until `size` bytes of `owner` fit; return False if they cannot."""
     for scope in ("",) if state.quota_bytes is None or not owner else (owner, ""):
         excess = _excess(state, scope, size)
         if excess <= 0:
             continue
-        passed: list[tuple[int, _Leaf]] = []  # leaves that may not be evicted now
+        skipped: list[tuple[int, _Leaf]] = []  # leaves that may not be evicted now
         while excess > 0:
-            victim = _next_leaf(state, scope, barred, passed)
+            victim = _next_leaf(state, scope, barred, skipped)
             if victim is None:
                 break
-            gone.append(_forget(state, victim))
-            excess -= gone[-1].size
-        for queue, item in passed:
+            evicted.append(_forget(state, victim))
+            excess -= evicted[-1].size
+        for queue, item in skipped:
             heappush(state._leaves[scope, queue], item)
         if excess > 0:
             return False
@@ -245,13 +245,13 @@ def _excess(state: EvictionState, scope: str, size: int) -> int:
 
 
 def _next_leaf(
-    state: EvictionState, scope: str, barred: Callable[[str], bool], passed: list[tuple[int, _Leaf]]
+    state: EvictionState, scope: str, barred: Callable[[str], bool], skipped: list[tuple[int, _Leaf]]
 ) -> str | None:
-    """Return the leaf of `scope` to evict next, moving those that are `barred` from the heaps to `passed`."""
+    """Return the leaf of `scope` to evict next; move those that are `barred` from the heaps to `skipped`."""
     leaves, entries, policy = state._leaves, state.entries, state.policy
     rank_of = policy.rank
     small, main = leaves[scope, SMALL], leaves[scope, MAIN]
-    left = len(small) + len(main) + 4 * len(entries)  # more deferrals than any policy of kvkit makes
+    attempts = len(small) + len(main) + 4 * len(entries)  # more deferrals than any policy of kvkit makes
     while True:
         _push_fresh(state)
         queue, heap = SMALL, small
@@ -265,12 +265,12 @@ def _next_leaf(
         if entry is None or entry.ticket != ticket or entry.queue != queue or entry.followers:
             continue  # stale; a record that became a leaf again was pushed again
         current = entry.priority, rank_of(entry)
-        left -= 1
-        if (priority, rank) != current and left > 0:
+        attempts -= 1
+        if (priority, rank) != current and attempts > 0:
             heappush(heap, (*current, ticket, name))
         elif barred(name):
-            passed.append((queue, item))
-        elif policy.queued and left > 0 and policy.spares(entry):
+            skipped.append((queue, item))
+        elif policy.queued and attempts > 0 and policy.spares(entry):
             _requeue(state, entry)
         else:
             return name

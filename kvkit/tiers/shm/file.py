@@ -70,7 +70,7 @@ def capacity_at(path: str) -> int:
     """Return the bytes of all slots of the pool at `path`, from its head.
 
     Raises:
-        OSError: there is no pool, or not a complete one.
+        OSError: there is no pool, or it is incomplete.
     """
     with open(path, "rb") as file:
         head = file.read(_HEAD.itemsize).ljust(_HEAD.itemsize, b"\0")
@@ -211,10 +211,10 @@ class PoolFile:
         fields = np.frombuffer(memory, _HEAD, 1)
         self.clock, self.changes = fields["clock"], fields["changes"]
         columns: list[npt.NDArray[Any]] = []
-        first = PAGE_BYTES
+        offset = PAGE_BYTES
         for kind in _COLUMNS:
-            columns.append(np.frombuffer(memory, kind, slots, first))
-            first += _column_bytes(kind, slots)
+            columns.append(np.frombuffer(memory, kind, slots, offset))
+            offset += _column_bytes(kind, slots)
         self.log, self.held, self.names, self.used, self.last, self.pins, self.parents = columns
 
 
@@ -260,8 +260,8 @@ def _check(path: str, file: int, found: Any, slot_bytes: int, capacity_bytes: in
         OSError: the pool is damaged.
     """
     capacity, slot = int(found["capacity_bytes"]), int(found["slot_bytes"])
-    known = found["magic"] == _MAGIC and slot > 0 and not slot % PAGE_BYTES
-    if not known or os.fstat(file).st_size != _head_bytes(capacity // slot) + capacity // slot * slot:
+    valid = found["magic"] == _MAGIC and slot > 0 and not slot % PAGE_BYTES
+    if not valid or os.fstat(file).st_size != _head_bytes(capacity // slot) + capacity // slot * slot:
         raise _no_pool(path)
     if capacity != capacity_bytes:
         raise ValueError(
@@ -337,8 +337,8 @@ def _column_bytes(kind: np.dtype[Any], slots: int) -> int:
     return -(-kind.itemsize * slots // 8) * 8
 
 
-def _leave(me: weakref.ref[PoolFile]) -> None:
+def _leave(reference: weakref.ref[PoolFile]) -> None:
     """Close the file in a fork, which must not keep the locks."""
-    file = me()
+    file = reference()
     if file is not None:
         file.close()

@@ -77,10 +77,10 @@ class PoolIndex:
 
     def learn(self, slot: int) -> None:
         """Update the index from the row of a slot."""
-        before, self._named[slot] = self._named[slot], None
-        if before is not None:
-            if self.slot_of.get(before) == slot:
-                del self.slot_of[before]
+        old_name, self._named[slot] = self._named[slot], None
+        if old_name is not None:
+            if self.slot_of.get(old_name) == slot:
+                del self.slot_of[old_name]
             parent = int(self._parents[slot])
             self._followers[parent] -= 1
             if parent:
@@ -94,7 +94,7 @@ class PoolIndex:
             self._may_go(slot)
 
     def _may_go(self, slot: int) -> None:
-        """Add a slot to the eviction order if its rank belongs there; `evict` checks if it can go."""
+        """Add a slot to the eviction order if its rank belongs there; `evict` checks if it may be evicted."""
         rank = self._rank(slot)
         if self._file.held[slot] and rank <= self._ordered:
             insort(self._order, (-rank, slot))
@@ -104,7 +104,7 @@ class PoolIndex:
         return (int(self._file.held[slot]) << PRIORITY_SHIFT) + int(self._file.last[slot])
 
     def hold(self, slot: int, held: int) -> None:
-        """Log that a slot changes, then change `held`: a death in between only costs others a look."""
+        """Log that a slot changes, then change `held`: after a death in between, others only read its row."""
         self._file.log[self._seen % self._slots] = slot
         self._file.changes[0] = self._seen + 1
         self._file.held[slot] = held
@@ -120,13 +120,13 @@ class PoolIndex:
     def evict(self, stamp: int, reserve: Callable[[int], bool]) -> int | None:
         """Evict the first record used before `stamp` whose slot can be reserved; return the slot or None."""
         row, now = self._file, time.monotonic()
-        for most in (0, self._slots // _PARTS, self._slots):  # an order lacks slots that were in use
-            if most and not self._put_in_order(most, stamp, now):
+        for limit in (0, self._slots // _PARTS, self._slots):  # an order lacks slots that were in use
+            if limit and not self._put_in_order(limit, stamp, now):
                 return None
             found, later = None, []
             while self._order and found is None:
-                below, slot = entry = self._order.pop()
-                if -below != self._rank(slot) or self._followers[slot + 1] or pinned(row.pins[slot], now):
+                negated, slot = entry = self._order.pop()
+                if -negated != self._rank(slot) or self._followers[slot + 1] or pinned(row.pins[slot], now):
                     continue
                 if row.last[slot] >= stamp:
                     later.append(entry)
@@ -138,17 +138,17 @@ class PoolIndex:
                 return found
         return None
 
-    def _put_in_order(self, most: int, stamp: int, now: float) -> bool:
-        """Order at most `most` records; return whether any evictable one was used before `stamp`."""
+    def _put_in_order(self, limit: int, stamp: int, now: float) -> bool:
+        """Order at most `limit` records; return whether any evictable one was used before `stamp`."""
         row = self._file
         row.last[row.last > row.clock[0]] = 0  # damaged
         slots = np.flatnonzero((row.held != 0) & ~pinned(row.pins, now) & (self._followers[1:] == 0))
         ranks = (row.held[slots].astype(np.uint64) << np.uint64(PRIORITY_SHIFT)) + row.last[slots]
         if not (row.last[slots] < stamp).any():
             return False
-        if most < len(slots):
-            first = np.argpartition(ranks, most)[:most]
-            slots, ranks = slots[first], ranks[first]
+        if limit < len(slots):
+            lowest = np.argpartition(ranks, limit)[:limit]
+            slots, ranks = slots[lowest], ranks[lowest]
         order = np.argsort(ranks)[::-1]
         ordered = zip(ranks[order].tolist(), slots[order].tolist(), strict=True)
         self._order = [(-rank, slot) for rank, slot in ordered]
@@ -169,7 +169,7 @@ def pinned(until: Any, now: float) -> Any:
 def _endless(parents: npt.NDArray[np.uint32]) -> npt.NDArray[np.bool_]:
     """Return bool [slots]: whether a slot's ancestors end in a cycle, so that none could be evicted."""
     ancestors = np.concatenate([np.zeros(1, np.uint32), parents])
-    for _ in range(len(parents).bit_length()):  # each time twice as far up
+    for _ in range(len(parents).bit_length()):  # each pass goes twice as far up
         if not ancestors.any():
             break
         ancestors = ancestors[ancestors]

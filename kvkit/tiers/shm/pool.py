@@ -1,8 +1,8 @@
 """A pool of records in shared memory, for all processes of one user that open its file.
 
 There is no daemon, and a process may die at any instruction. A slot holds a record if its byte in `held` is
-not 0; that byte is written last, so it is always true. Any process that can lock the byte of an empty slot
-may take it: when a process dies, the kernel releases its locks on slots that it read or wrote. Each process
+not 0; that byte is written last, so it is always valid. Any process that can lock an empty slot's byte may
+take the slot: when a process dies, the kernel releases its locks on slots that it read or wrote. Each process
 derives all other state by itself: its index follows `log`, which names a slot before its `held` changes.
 
 The columns may be damaged: values are bounded when they are read, so damage costs records, not room.
@@ -29,9 +29,9 @@ from kvkit.tiers.shm.file import PoolFile
 from kvkit.tiers.shm.index import LONGEST_PIN_S, PRIORITY_SHIFT, PoolIndex, decoded, pinned
 
 _WAIT_S = 2.0
-"""Timeout of a call for the mutex, which a stopped process may hold, in seconds."""
+"""Timeout, in seconds, for locking the mutex, which a stopped process may hold."""
 _STEP = 1 << 20
-"""Step of the clock, and the most records of a run."""
+"""Step of the clock, and the maximum number of records in a run."""
 _MOST_REFUSED = 1024  # names
 
 
@@ -112,9 +112,9 @@ class Pool(Arena):
         with self._locked():
             if name in self._index.slot_of:
                 return None
-            before = self._index.slot_of.get(parent or "", self._made.get(parent or ""))
-            stamp = self._tick() if before is None else self._before(before)
-            slot = None if before is None and parent in self._refused else self._room(stamp)
+            parent_slot = self._index.slot_of.get(parent or "", self._made.get(parent or ""))
+            stamp = self._tick() if parent_slot is None else self._before(parent_slot)
+            slot = None if parent_slot is None and parent in self._refused else self._room(stamp)
             if slot is None:
                 self._refused[name] = None  # records that follow it are useless until it is held
                 if len(self._refused) > _MOST_REFUSED:
@@ -125,7 +125,7 @@ class Pool(Arena):
             self._index.orphan(slot)
             row = self._file
             row.names[slot], row.used[slot], row.last[slot], row.pins[slot] = name.encode(), size, stamp, 0
-            row.parents[slot] = 0 if before is None else before + 1
+            row.parents[slot] = 0 if parent_slot is None else parent_slot + 1
             self.used[slot] = size
             return Lease(self, slot)
 

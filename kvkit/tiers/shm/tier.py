@@ -84,7 +84,7 @@ class ShmTier(Tier):
         get_by_copy(self, names, leases, on_complete)
 
     def put(self, names: Sequence[str], leases: Sequence[Lease], on_complete: OnComplete) -> None:
-        stuck: OSError | None = None
+        pool_error: OSError | None = None
         for name, lease in zip(names, leases, strict=True):
             share = lease.share()
             with self._lock:
@@ -92,13 +92,13 @@ class ShmTier(Tier):
                 if len(self._puts[name]) > 1:
                     continue
             try:
-                if stuck:
-                    raise stuck
+                if pool_error:
+                    raise pool_error
                 # in the order of the names, so that each finds its parent
                 slot = self._call(partial(self._take, name, share))
             except OSError as error:
                 if not isinstance(error, TierFull | DamagedObject):
-                    stuck = error  # do not wait for the mutex again
+                    pool_error = error  # do not wait for the mutex again
                 self._end(name, error)
                 continue
             if slot is None:

@@ -94,8 +94,8 @@ def _filled(staging: Staging, names: Sequence[str], size: int) -> list[Lease]:
 
 def _expect(tier: Tier, staging: Staging, names: Sequence[str], sizes: Sequence[int] = ()) -> None:
     """Assert that each name is read as it was put, with `SLOT_BYTES` or its size in `sizes`."""
-    wanted = sizes or [SLOT_BYTES] * len(names)
-    for name, size, found in zip(names, wanted, get(tier, staging, names), strict=True):
+    expected_sizes = sizes or [SLOT_BYTES] * len(names)
+    for name, size, found in zip(names, expected_sizes, get(tier, staging, names), strict=True):
         assert isinstance(found, np.ndarray), found
         assert np.array_equal(found, record_bytes(name, size)), f"{name}: its {size} bytes differ"
 
@@ -218,7 +218,7 @@ class TierContract:
     def test_who_watches_hears_what_is_held(self, tier: Tier, staging: Staging) -> None:
         """Only for tiers with `reports_evictions`."""
         names, held = record_names(RECORDS), dict[str, bool]()
-        tier.subscribe(lambda told, now: held.update(dict.fromkeys(told, now)))
+        tier.subscribe(lambda reported, now: held.update(dict.fromkeys(reported, now)))
         put(tier, staging, names)
         tier.delete(names[6:])
         tier.match_prefix(names)
@@ -241,14 +241,14 @@ class TierContract:
         """Ranges anywhere in it are read to the front of their buffers; the rest of a buffer stays."""
         first, second = record_names(2)
         put(tier, staging, [first], 5000)
-        whole = record_bytes(first, 5000)
+        record = record_bytes(first, 5000)
         for ranges in ([(0, 1), (4096, 904), (17, 3000), (4999, 1)], [(17, 3000)], [(10, 20), (30, 40)]):
             buffers = [memoryview(bytearray(b"\xa5" * (size + 3))) for _, size in ranges]
             tier.get_ranges(first, ranges, buffers)
             for (offset, size), buffer in zip(ranges, buffers, strict=True):
-                assert np.array_equal(buffer[:size], whole[offset : offset + size])
+                assert np.array_equal(buffer[:size], record[offset : offset + size])
                 assert bytes(buffer[size:]) == b"\xa5" * 3
-        for name, ranges, want in (
+        for name, ranges, expected_error in (
             (first, [(4990, 11)], DamagedObject),
             (first, [(0, 4), (5000, 1)], DamagedObject),
             (second, [(0, 4)], FileNotFoundError),
@@ -256,7 +256,7 @@ class TierContract:
         ):
             try:
                 tier.get_ranges(name, ranges, [memoryview(bytearray(16)) for _ in ranges])
-            except want:
+            except expected_error:
                 continue
             raise AssertionError(f"{ranges} of {name} were read")
 
@@ -266,10 +266,10 @@ class TierContract:
         tier.put(names, leases, done)
         release_all(leases)
         # later leases must not include a slot that a put still reads
-        others = staging.acquire(SLOTS - RECORDS, DEADLINE_S)
-        for lease in others:
+        later_leases = staging.acquire(SLOTS - RECORDS, DEADLINE_S)
+        for lease in later_leases:
             lease.array[:] = 0
-        release_all(others)
+        release_all(later_leases)
         assert _in_order(names, done) == [None] * RECORDS
         _expect(tier, staging, names)
 
@@ -294,11 +294,11 @@ class TierContract:
         start = threading.Barrier(4)
         results: list[list[OSError | None]] = []
 
-        def work(turn: int) -> None:
+        def work(shift: int) -> None:
             start.wait(DEADLINE_S)
-            results.append(put(tier, staging, names[turn:] + names[:turn]))
+            results.append(put(tier, staging, names[shift:] + names[:shift]))
 
-        threads = [threading.Thread(target=work, args=(turn,)) for turn in range(4)]
+        threads = [threading.Thread(target=work, args=(shift,)) for shift in range(4)]
         for thread in threads:
             thread.start()
         for thread in threads:

@@ -90,12 +90,12 @@ class LatencyTier(Wrapper):
         self.inner.close()
 
     def _later(self, seconds: float, start: _Start, leases: Sequence[Lease], on_complete: OnComplete) -> None:
-        held = [lease.share() for lease in leases]
+        shares = [lease.share() for lease in leases]
 
         def wait_and_start() -> None:
             self._closing.wait(seconds)
-            start(held, on_complete)
-            release_all(held)
+            start(shares, on_complete)
+            release_all(shares)
             with self._lock:
                 self._delayed.discard(thread)
 
@@ -231,17 +231,17 @@ class FaultyTier(Wrapper):
 
     def _hang(self, start: _Start, lease: Lease, on_complete: OnComplete) -> bool:
         """Keep an operation, with a share of its slot, until `release`; return False if that was called."""
-        held = lease.share()
+        share = lease.share()
 
         def go_on() -> None:
-            with held:
-                start([held], on_complete)
+            with share:
+                start([share], on_complete)
 
         with self._lock:
             if not self._released.is_set():
                 self._hanging.append(go_on)
                 return True
-        held.release()
+        share.release()
         return False
 
     @staticmethod
