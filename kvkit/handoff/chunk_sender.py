@@ -50,9 +50,9 @@ class ChunkSender:
 
         Args:
             pages: pages of these chunks alone, one entry per layer group, states last. Not mutated.
-            ready: returns when the pages are complete; None: they are, after the work already queued on the
-                current stream.
-            transfer: stops the packing when it is cancelled; None: nothing does.
+            ready: returns when the pages are complete. None: they are complete after the work already queued
+                on the current stream.
+            transfer: its cancellation stops the packing; None: nothing stops it.
 
         Returns:
             The number of chunks that were given to the sender.
@@ -92,12 +92,12 @@ class ChunkSender:
         tiers, outstanding = self.writes.tiers, self.writes.outstanding
         batch = Batch(self.writes, HANDOFF, chunks.formats, None, False, False, chunks.policy)
         outstanding.add(batch, len(names))
-        began, ended, sent_bytes = time.monotonic(), 0, 0
+        began, completed, sent_bytes = time.monotonic(), 0, 0
 
         def on_complete(name: str, error: BaseException | None) -> None:
-            nonlocal ended, sent_bytes
+            nonlocal completed, sent_bytes
             with tiers.counting() as counts:
-                ended += 1
+                completed += 1
                 if error is None:
                     sent_bytes += sizes[name]
                     counts.stored_records[HANDOFF] += 1
@@ -105,7 +105,7 @@ class ChunkSender:
                     counts.snapshot_records[HANDOFF] += chunks.of_states
                 else:
                     counts.write_errors[HANDOFF] += 1
-                if ended == len(names) and sent_bytes:
+                if completed == len(names) and sent_bytes:
                     counts.moved(HANDOFF, "put", sent_bytes, time.monotonic() - began)
             if error is not None:
                 log.warning("%s", error)

@@ -33,7 +33,7 @@ class Endpoint(Handler):
 
     Args:
         receiver: takes the records that peers send; None for a node that only answers.
-        in_memory: other tiers in this host's memory; peers may query and pull from them and from `receiver`.
+        in_memory: other tiers in this host's memory; peers may query and pull from these and from `receiver`.
         listen: addresses, see `kvkit.handoff.transport.addresses`.
         timeout_s: limit for one frame, in seconds, and for the handshake if less than `HANDSHAKE_S`.
         pin_s: how long a tier in memory keeps records that a sender need not send, in seconds.
@@ -104,7 +104,7 @@ class Endpoint(Handler):
     def received(self, link: Link, message: AnyMessage) -> None:
         match message:
             case messages.Query(number, names):
-                runs = (TierRun(held.name, held.scope, held.match_prefix(names)) for held in self._held)
+                runs = (TierRun(store.name, store.scope, store.match_prefix(names)) for store in self._held)
                 link.say(Found(number, tuple(runs)))
             case messages.Pull():
                 self._send(link, message)
@@ -157,7 +157,7 @@ class Endpoint(Handler):
             self._pulls[key] = pull
         missing = []
         for index, name in enumerate(pull.names):
-            lease = next(filter(None, (held.borrow(name) for held in self._held)), None)
+            lease = next(filter(None, (store.borrow(name) for store in self._held)), None)
             if lease is None:
                 missing.append(index)
                 continue

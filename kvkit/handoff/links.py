@@ -84,7 +84,7 @@ class Connections(Links):
             return link
 
     def hello(self, address: str) -> Future[Hello]:
-        """Connect to `address`; the future returns the peer's hello, or raises what `settle` is given.
+        """Connect to `address`; the future returns the peer's hello, or raises the failure given to `settle`.
 
         Raises:
             ChannelError: as for `to`.
@@ -102,7 +102,7 @@ class Connections(Links):
     def settle(self, link: Link, failure: Exception | None) -> None:
         """Complete the futures of `hello` that wait for this link. `failure`: None if it is connected."""
         with self._lock:
-            settled = [future for waits, future in self._awaiting_hello if waits is link]
+            settled = [future for awaited_link, future in self._awaiting_hello if awaited_link is link]
             self._awaiting_hello = [entry for entry in self._awaiting_hello if entry[0] is not link]
         for future in settled:  # without the lock: their callbacks may call the owner
             if failure is not None:

@@ -113,9 +113,9 @@ class Packing:
 
     def _close(self, complete: bool) -> None:
         with self._lock:
-            closed, self._closed = self._closed, True
+            was_closed, self._closed = self._closed, True
         packer, slots = self._packer, self._remote_slots
-        if closed or packer is None or slots is None:
+        if was_closed or packer is None or slots is None:
             return
         try:
             if complete:

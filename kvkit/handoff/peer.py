@@ -133,10 +133,10 @@ class PeerTier(Tier, Handler):
 
     def started(self, link: Link) -> None:
         """Check a connected peer. Raises ChannelError if its rank of this number may have other heads."""
-        theirs, mine = link.peer, self._identity
-        if theirs is not None and mine.record_ranks > 1 and theirs.ranks != mine.ranks:
+        peer, identity = link.peer, self._identity
+        if peer is not None and identity.record_ranks > 1 and peer.ranks != identity.ranks:
             raise ChannelError(
-                f"ranks: node {theirs.node!r} has {theirs.ranks}, {mine.node!r} has {mine.ranks}; want a "
+                f"ranks: node {peer.node!r} has {peer.ranks}, {identity.node!r} has {identity.ranks}; want a "
                 "peer of as many ranks: each rank reads only from the peer's rank of the same number"
             )
 
@@ -153,8 +153,8 @@ class PeerTier(Tier, Handler):
                     return
                 error = None
                 if size > pull.capacity(index):
-                    what = f"{pull.names[index]}: {size} bytes do not fit the slot"
-                    error = DamagedObject(what, Damage.OVERSIZE)
+                    detail = f"{pull.names[index]}: {size} bytes do not fit the slot"
+                    error = DamagedObject(detail, Damage.OVERSIZE)
                 pull.finish(index, size, error)
             case messages.Commit(transfer, missing):
 
@@ -178,9 +178,9 @@ class PeerTier(Tier, Handler):
     def ended(self, link: Link, error: BaseException) -> None:
         failure = TierError(f"tier {self.name!r}: {error}")
         with self._lock:
-            asked = [answer for of, answer in self._asked.values() if of is link]
+            answers = [answer for query_link, answer in self._asked.values() if query_link is link]
             pulls = [transfer for transfer, pull in self._pulls.items() if pull.link is link]
-        for answer in asked:
+        for answer in answers:
             if not answer.done():
                 answer.set_exception(failure)
         self._fail(pulls, lambda *_: failure)
@@ -205,15 +205,15 @@ class PeerTier(Tier, Handler):
             return pull
 
     def _get(self, names: Sequence[str], leases: Sequence[Lease], on_complete: OnComplete) -> None:
-        held = [lease.share() for lease in leases]
+        shares = [lease.share() for lease in leases]
 
         def finish(index: int, size: int, error: OSError | None) -> None:
             if error is None:
-                held[index].used = size
-            complete(on_complete, names[index], held[index], error)
+                shares[index].used = size
+            complete(on_complete, names[index], shares[index], error)
 
         try:
-            self._pull(names, held, finish)
+            self._pull(names, shares, finish)
         except TierError as error:
             for index in range(len(names)):
                 finish(index, 0, error)

@@ -1,4 +1,4 @@
-"""Sending of prompts to decode engines: each has transfers, which are fed as it is computed."""
+"""Sending of prompts to decode engines: their transfers get records while the prompts are computed."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ COPY_WAIT_S = 0.25
 ADMISSION_S = 0.25
 """Seconds from the start of a prompt within which `wait` expects its receiver to admit it.
 
-The receiver may have no slots until a request is answered that this very step completes.
+The receiver may have no slots until this very step completes another request.
 """
 NO_TOKEN = -1
 """Fills the last block after its last token."""
@@ -41,25 +41,25 @@ Ready = Callable[[], object]
 def tail_of(
     chunks: Chunks, tokens: npt.NDArray[np.int32], block_tokens: int, rest: str = ""
 ) -> tuple[npt.NDArray[np.int32], Namespace] | None:
-    """Return token ids and a namespace for the `tokens` after `chunks`, their whole chunks; None if none.
+    """Return ids and a namespace for the `tokens` after `chunks`, the whole ones; None if none follow.
 
     Each of their blocks is one record. The namespace contains the key of the last chunk, so that no lookup
     takes these records for the chunk that they begin. The last record holds its whole page, including data
     after the tokens.
 
     Args:
-        rest: what else determines their KV besides the tokens and their prefix; empty for nothing.
+        rest: anything that determines their KV besides the tokens and their prefix; empty for nothing.
 
     Returns:
         The ids, int32 [blocks * block_tokens], and their namespace.
     """
-    left = tokens[len(chunks.tokens) :]
-    if not len(left):
+    remaining = tokens[len(chunks.tokens) :]
+    if not len(remaining):
         return None
-    filled = np.pad(left, (0, -len(left) % block_tokens), constant_values=NO_TOKEN)
-    space, key = chunks.formats[0].namespace, chunks.keys[-1] if chunks.keys else chunks.parent
-    salt = f"{space.salt}/{key.hex()}" + (f"/{rest}" if rest else "")
-    return filled, replace(space, chunk_tokens=block_tokens, salt=salt)
+    padded = np.pad(remaining, (0, -len(remaining) % block_tokens), constant_values=NO_TOKEN)
+    namespace, key = chunks.formats[0].namespace, chunks.keys[-1] if chunks.keys else chunks.parent
+    salt = f"{namespace.salt}/{key.hex()}" + (f"/{rest}" if rest else "")
+    return padded, replace(namespace, chunk_tokens=block_tokens, salt=salt)
 
 
 @dataclass(frozen=True, slots=True)
@@ -137,10 +137,12 @@ class _Prompt:
     def split(self, piece: PromptPiece) -> list[tuple[Chunks, Sequence[SequencePages]]]:
         """Return the chunks of a piece and the blocks after them, each with its pages."""
         size, chunks, tail = self.chunks.chunk_tokens, self.chunks, self.tail
-        whole = min(piece.stop, len(chunks.tokens))
-        parts = [(chunks.part(piece.first // size, whole // size), whole)] if whole > piece.first else []
-        if piece.stop > whole and tail is not None:
-            parts.append((tail, whole + len(tail.tokens)))
+        whole_stop = min(piece.stop, len(chunks.tokens))
+        parts = []
+        if whole_stop > piece.first:
+            parts.append((chunks.part(piece.first // size, whole_stop // size), whole_stop))
+        if piece.stop > whole_stop and tail is not None:
+            parts.append((tail, whole_stop + len(tail.tokens)))
         return [(part, piece.pages(stop - len(part.tokens), stop)) for part, stop in parts]
 
     def drop_computing(self) -> None:
@@ -163,15 +165,15 @@ class _Prompt:
     def is_arriving(self) -> bool:
         """Return whether something that was sent is still to arrive, and can before another step."""
         transfers = self.transfers
-        expected = time.monotonic() < transfers.begun + ADMISSION_S
+        admission_expected = time.monotonic() < transfers.begun + ADMISSION_S
         if transfers.handles is None:
-            return not self.closed and expected
+            return not self.closed and admission_expected
         if transfers.done:
             return False
-        complete = self.has_last and not self.pending  # sends may have ended since `go_on`: it commits
+        complete = self.has_last and not self.pending  # `go_on` commits it: sends may have ended since
         if complete or self.closed or transfers.queued or not self.packed:
             return True
-        return bool(self.pending) and (transfers.admitted or expected)
+        return bool(self.pending) and (transfers.admitted or admission_expected)
 
 
 class Prompts:
@@ -180,8 +182,8 @@ class Prompts:
     Args:
         out: packs and sends chunks.
         namespace: namespace of this rank.
-        held: returns how many leading chunks are in tiers that the receivers read, too, and which are not
-            sent; None if there are no such tiers.
+        held: returns how many leading chunks are in tiers that the receivers also read; these are not sent.
+            None if there are no such tiers.
         block_tokens: block size in which an incomplete chunk is sent.
         allocation_s: how long a receiver may take to find slots, in seconds.
         wake: called after every change, from any thread.
@@ -235,8 +237,8 @@ class Prompts:
         chunks, tail = Chunks(tokens[:0], [], [], (), b""), None
         if space is not None:
             chunks = Chunks.of(tokens, layout, space)
-            filled = tail_of(chunks, tokens, self._block_tokens, rest)
-            tail = Chunks.of(filled[0], layout, filled[1]) if filled else None
+            tail_input = tail_of(chunks, tokens, self._block_tokens, rest)
+            tail = Chunks.of(tail_input[0], layout, tail_input[1]) if tail_input else None
         transfers = RankTransfers(self._rank, transfer, address, chunks, tail)
         prompt = _Prompt(request_id, chunks, tail, transfers, closed=space is None)
         self._prompts[request_id] = prompt
@@ -309,16 +311,16 @@ class Prompts:
 
     def wait(self, timeout_s: float) -> None:
         """Wait at most `timeout_s` until everything sent has arrived, or cannot before another step."""
-        until = time.monotonic() + timeout_s
+        deadline = time.monotonic() + timeout_s
         while True:
             self._changed.clear()
             self.go_on()
-            if time.monotonic() >= until or not any(p.is_arriving() for p in self._prompts.values()):
+            if time.monotonic() >= deadline or not any(p.is_arriving() for p in self._prompts.values()):
                 return
             self._changed.wait(ADMISSION_S)
 
     def done(self, finished: set[str]) -> set[str]:
-        """Return requests that are finished, now or earlier, with pages no longer read. Reports each once."""
+        """Return the finished requests whose pages are no longer read. Reports each request once."""
         for request_id in finished & self._prompts.keys():
             prompt = self._prompts[request_id]
             prompt.finished = True
@@ -342,14 +344,14 @@ class Prompts:
         """Stop reading pages before this returns.
 
         Pieces that are not admitted are copied, at most as many records as there are slots. A prompt is
-        cancelled if that is too few, or if no slots come free for its records.
+        cancelled if the slots are too few, or if none come free for its records.
         """
         self.go_on()
         tiers = self._out.writes.tiers
         sends = [send for prompt in self._prompts.values() for send in prompt.sends]
-        until = time.monotonic() + tiers.timeout_s
+        deadline = time.monotonic() + tiers.timeout_s
         while wait(sends, COPY_WAIT_S).not_done:
-            if tiers.staging.waiting or time.monotonic() >= until:
+            if tiers.staging.waiting or time.monotonic() >= deadline:
                 break
         for prompt in self._prompts.values():
             reading = [send for send in prompt.sends if not send.done()]
@@ -361,9 +363,9 @@ class Prompts:
 
     def close(self, timeout_s: float) -> None:
         """End the threads after their queued work; wait at most `timeout_s` seconds."""
-        until = time.monotonic() + timeout_s
+        deadline = time.monotonic() + timeout_s
         for workers in (self._packers, self._senders):
-            if not workers.close(max(0.0, until - time.monotonic())):
+            if not workers.close(max(0.0, deadline - time.monotonic())):
                 log.warning("close: a job of %r has not ended and is abandoned", workers.name)
 
     def _advance(self, prompt: _Prompt) -> None:
@@ -396,8 +398,8 @@ class Prompts:
     def _copy(self, piece: _Piece) -> bool:
         """Copy a piece out of the engine's pages; return whether there were slots enough for it."""
         if not piece.copied:
-            every = [p for prompt in self._prompts.values() for p in prompt.pending if p.copied]
-            if sum(each.records for each in (piece, *every)) > self._out.writes.tiers.staging.slots:
+            copied = [p for prompt in self._prompts.values() for p in prompt.pending if p.copied]
+            if sum(p.records for p in (piece, *copied)) > self._out.writes.tiers.staging.slots:
                 return False
             piece.piece.ready()
             piece.abandon()
@@ -409,9 +411,9 @@ class Prompts:
         log.warning("%s: nothing is handed off: %s", prompt.request_id, error)
         prompt.cancel()
 
-    def _on_change(self, what: object) -> None:
+    def _on_change(self, source: object) -> None:
         self._changed.set()
-        self._wake(what)
+        self._wake(source)
 
 
 def _pack(packings: Sequence[Packing], layers: Sequence[int]) -> None:

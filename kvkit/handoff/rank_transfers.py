@@ -87,13 +87,13 @@ class RankTransfers:
         Raises:
             HandoffError, ValueError: as for `Sender.connect`.
         """
-        whole = divided(self._rank.namespace, self._rank.layout)
-        receiver = self._rank.sender.connect(
-            of_rank(self._address, 0 if whole else self._rank.namespace.rank)
+        is_divided = divided(self._rank.namespace, self._rank.layout)
+        hello = self._rank.sender.connect(
+            of_rank(self._address, 0 if is_divided else self._rank.namespace.rank)
         )
-        receiver.add_done_callback(lambda _: self._open(receiver, shared))
+        hello.add_done_callback(lambda _: self._open(hello, shared))
         if shared is not None:
-            shared.add_done_callback(lambda _: self._open(receiver, shared))
+            shared.add_done_callback(lambda _: self._open(hello, shared))
 
     def check(self) -> None:
         """Raise HandoffError or ValueError if a transfer could not be opened, or was not admitted."""
@@ -109,28 +109,28 @@ class RankTransfers:
             self._rank.sender.finish(handle.id)
 
     def cancel(self) -> None:
-        """Cancel the transfers, also those that are opened later: else the receiver would wait for them."""
+        """Cancel the transfers, also those opened later; otherwise the receiver would wait for them."""
         with self._lock:
             self._cancelled = True
             for handle in self.handles or ():
                 self._rank.sender.cancel(handle.id)
 
-    def _open(self, receiver: Future[Hello], shared: Future[int] | None) -> None:
-        """Open the transfers if all is known, and cancel them if the prompt was cancelled before.
+    def _open(self, hello: Future[Hello], shared: Future[int] | None) -> None:
+        """Open the transfers once both futures are done; cancel them if the prompt was cancelled before.
 
         Chunks in a shared tier are not sent, but each rank is sent at least one record.
         """
-        if not receiver.done() or (shared is not None and not shared.done()):
+        if not hello.done() or (shared is not None and not shared.done()):
             return
-        held = shared is not None and not shared.cancelled() and shared.exception() is None
-        skip = shared.result() if shared is not None and held else 0
-        found, failure = self._shares(receiver)  # before the lock, which the step thread takes
+        shared_known = shared is not None and not shared.cancelled() and shared.exception() is None
+        skip = shared.result() if shared is not None and shared_known else 0
+        rank_shares, failure = self._shares(hello)  # before the lock, which the step thread takes
         with self._lock:
             if self.handles is not None:
                 return
             handles: list[Sending] = []
             try:
-                handles.extend(self._ask(share, skip, alone=len(found) == 1) for share in found)
+                handles.extend(self._ask(share, skip, alone=len(rank_shares) == 1) for share in rank_shares)
             except (HandoffError, ValueError) as error:
                 failure = error
             self._failure = failure
@@ -139,43 +139,41 @@ class RankTransfers:
                 self.cancel()
         self._rank.on_change(self)
 
-    def _shares(
-        self, receiver: Future[Hello]
-    ) -> tuple[Sequence[RankShare], HandoffError | ValueError | None]:
+    def _shares(self, hello: Future[Hello]) -> tuple[Sequence[RankShare], HandoffError | ValueError | None]:
         """Return what this rank sends to each rank of the receiver, and the error, if any.
 
         With an error it sends nothing: the receiver cannot be reached, its ranks cannot use this rank's
         records, or the address does not cover all of them.
         """
-        own, layout = self._rank.namespace, self._rank.layout
+        namespace, layout = self._rank.namespace, self._rank.layout
         try:
-            hello = receiver.result()
+            peer = hello.result()
         except (HandoffError, ValueError) as error:
             return (), error
-        ranks = hello.ranks
-        if not divided(own, layout):
-            return (RankShare(own.rank, tuple(range(layout.token_groups)), 1),), None
+        ranks = peer.ranks
+        if not divided(namespace, layout):
+            return (RankShare(namespace.rank, tuple(range(layout.token_groups)), 1),), None
         if not fits(layout, ranks):
-            parts = f"node {hello.node!r} has {ranks} ranks, some of which would have parts of records"
-            return (), HandoffError(f"{self._address}: {parts}; want record_ranks = {ranks} for both")
+            problem = f"node {peer.node!r} has {ranks} ranks, some of which would have parts of records"
+            return (), HandoffError(f"{self._address}: {problem}; want record_ranks = {ranks} for both")
         if ranks > 1 and RANK not in self._address:
             return (), HandoffError(f"{self._address}: {ranks} ranks listen; want {RANK} in the address")
-        return shares(layout, own.rank, own.world, ranks), None
+        return shares(layout, namespace.rank, namespace.world, ranks), None
 
     def _ask(self, share: RankShare, skip: int, *, alone: bool) -> Sending:
         """Ask a rank for slots for its share of all but `skip` leading chunks, and for the last snapshot."""
         chunks, rank = self._chunks, self._rank
         names = chunks.names + (self._tail.names if self._tail else [])
         names = [name for i, name in enumerate(names) if i % chunks.groups in share.groups]
-        left = names[min(skip * len(share.groups), len(names) - 1) :]
-        left += chunks.snapshot(len(chunks) - 1).names if chunks.keys and chunks.states else []
+        requested = names[min(skip * len(share.groups), len(names) - 1) :]
+        requested += chunks.snapshot(len(chunks) - 1).names if chunks.keys and chunks.states else []
         transfer = self._transfer
         if not alone or share.parts > 1:
             transfer += f"/{rank.namespace.rank}.{share.rank}"
         return rank.sender.open(
             transfer,
             of_rank(self._address, share.rank),
-            left,
+            requested,
             rank.allocation_s,
             rank.on_change,
             RequestRef(self._transfer, share.parts),

@@ -35,25 +35,25 @@ def shares(layout: KVLayout, rank: int, ranks: int, receivers: int) -> tuple[Ran
     Args:
         layout: layout of the sending rank; no rank of either engine has only some of a record's heads.
     """
-    parts = [
+    shards = [
         replace(array, layers=array.all_layers[start : start + len(array.layers)], first_head=head)
         for array in layout.arrays
         for start in range(0, len(array.all_layers), len(array.layers))
         for head in range(0, array.heads, array.kv_heads)
     ]
-    own = {group: index for index, group in enumerate(layout.groups)}
+    group_index = {group: index for index, group in enumerate(layout.groups)}
     senders: dict[int, set[int]] = {}  # by receiver
-    mine: dict[int, list[int]] = {}
-    for part in parts:
-        have = holders(part, ranks)
-        for receiver in holders(part, receivers) if have else ():
-            sends = have[receiver % len(have)]
-            senders.setdefault(receiver, set()).add(sends)
-            if sends == rank and part in own:
-                mine.setdefault(receiver, []).append(own[part])
+    own_groups: dict[int, list[int]] = {}
+    for shard in shards:
+        owners = holders(shard, ranks)
+        for receiver in holders(shard, receivers) if owners else ():
+            sender = owners[receiver % len(owners)]
+            senders.setdefault(receiver, set()).add(sender)
+            if sender == rank and shard in group_index:
+                own_groups.setdefault(receiver, []).append(group_index[shard])
     return tuple(
         RankShare(receiver, tuple(sorted(groups)), len(senders[receiver]))
-        for receiver, groups in sorted(mine.items())
+        for receiver, groups in sorted(own_groups.items())
     )
 
 
@@ -67,9 +67,9 @@ def fits(layout: KVLayout, ranks: int) -> bool:
 
 def divided(namespace: Namespace, layout: KVLayout) -> bool:
     """Return whether engines of other sizes can use a rank's records: all layers of some heads, no states."""
-    every = {layer for group in layout.groups for layer in group.all_layers}
-    stateless = layout.token_groups == len(layout.groups)  # states have the form of their rank
-    return stateless and (namespace.ranks_share or namespace.world == 1) and layout.layers == len(every)
+    all_layers = {layer for group in layout.groups for layer in group.all_layers}
+    stateless = layout.token_groups == len(layout.groups)  # the format of states depends on the rank
+    return stateless and (namespace.ranks_share or namespace.world == 1) and layout.layers == len(all_layers)
 
 
 def holders(group: LayerGroup, ranks: int) -> list[int]:

@@ -98,14 +98,14 @@ class Receiver:
         with self._changed:
             match message:
                 case messages.Reserve(transfer, names, wait_s, request_id, parts):
-                    of = RequestRef(request_id or transfer, parts)
+                    request = RequestRef(request_id or transfer, parts)
                     if transfer not in self._buffer.transfers:  # else the id is taken: refused below
-                        self._requests[transfer] = of.id
-                    if parts > 1 and of.id in self._ended:  # its other parts have ended
-                        self._apply((self._buffer, (states.Deny(transfer, peer, self._ended[of.id]),)))
+                        self._requests[transfer] = request.id
+                    if parts > 1 and request.id in self._ended:  # its other parts have ended
+                        self._apply((self._buffer, (states.Deny(transfer, peer, self._ended[request.id]),)))
                         return
                     self._apply(
-                        states.reserve(self._buffer, transfer, peer, names, elsewhere, wait_s, now, of)
+                        states.reserve(self._buffer, transfer, peer, names, elsewhere, wait_s, now, request)
                     )
                 case Data(transfer, index, size):
                     lease = self._expected(link, message)
@@ -147,9 +147,9 @@ class Receiver:
             self._apply(states.delete(self._buffer, names))
 
     def status(self, request_id: str) -> Status | None:
-        """Return the status of a request; None if it is unknown, or if parts of it have not asked for slots.
+        """Return the status of a request; None if it is unknown, or a part of it has not asked for slots.
 
-        A request that one transfer brings has that transfer's id, unless the sender gave another.
+        A request of one transfer has that transfer's id, unless the sender set another.
         """
         with self._changed:
             parts = states.parts_of(self._buffer, request_id)
@@ -205,8 +205,8 @@ class Receiver:
             assert self._records.keys() == self._buffer.held.keys()
             receiving = {t.id: t.own for t in self._buffer.transfers.values() if t.phase is Phase.RECEIVING}
             assert {t: leases.keys() for t, leases in self._filling.items()} == receiving
-            taken = len(self._records) + sum(map(len, self._filling.values())) + self._buffer.lent
-            assert self.arena.slots - self._buffer.free == taken
+            used_slots = len(self._records) + sum(map(len, self._filling.values())) + self._buffer.lent
+            assert self.arena.slots - self._buffer.free == used_slots
         self.arena.check_integrity()
 
     def close(self, timeout_s: float) -> None:
@@ -225,11 +225,11 @@ class Receiver:
 
     def _expected(self, link: Link, data: Data) -> Lease | None:
         """Return the lease for a record that may arrive now; None if its transfer is over. Lock held."""
-        found = self._buffer.transfers.get(data.transfer)
-        if found is None:
+        incoming = self._buffer.transfers.get(data.transfer)
+        if incoming is None:
             return None
         lease = self._filling.get(data.transfer, {}).get(data.index)
-        if found.peer != link.number or lease is None or data.index in found.arrived:
+        if incoming.peer != link.number or lease is None or data.index in incoming.arrived:
             raise Unexpected(f"transfer {data.transfer}: record {data.index} is not expected")
         if data.size > self.arena.slot_bytes:
             raise Unexpected(
@@ -244,8 +244,8 @@ class Receiver:
     def _apply(self, outcome: states.Next, quiet: Hashable = None) -> None:
         """Adopt a new state and carry out its actions. The lock is held.
 
-        `quiet`: sender that writes no more. Other senders do not know yet that their transfers end, and may
-        still write into shared slots.
+        `quiet`: sender that writes no more. Other senders do not know yet that their transfers have ended:
+        they may still write into shared slots.
         """
         self._buffer, actions = outcome
         for action in actions:
@@ -259,8 +259,8 @@ class Receiver:
         self._changed.notify_all()
         self._deadlines.changed()
         if any(isinstance(action, states.Deny | states.Complete | states.End) for action in actions):
-            for changed in self._watchers:
-                changed(self)
+            for watcher in self._watchers:
+                watcher(self)
 
     def _carry_out(self, verdict: states.Verdict, link: Link | None, writes_on: bool) -> OfTransfer:
         """Carry out a decision about a transfer, and return the message to its sender."""
@@ -268,10 +268,13 @@ class Receiver:
         match verdict:
             case states.Grant(own=own):
                 leases = self.arena.acquire(len(own), 0.0, at_least=len(own)) if own else []
-                taken = dict(zip(sorted(own), leases, strict=True))
-                self._filling[transfer] = taken
+                lease_by_index = dict(zip(sorted(own), leases, strict=True))
+                self._filling[transfer] = lease_by_index
                 return messages.Admit(
-                    transfer, tuple(taken[i].slot if i in taken else -1 for i in range(verdict.names))
+                    transfer,
+                    tuple(
+                        lease_by_index[i].slot if i in lease_by_index else -1 for i in range(verdict.names)
+                    ),
                 )
             case states.Deny(reason=reason):
                 self.outcomes["refused"] += 1
@@ -289,8 +292,8 @@ class Receiver:
                 self.outcomes["failed"] += transfer in self._filling
                 unfilled = list(self._filling.pop(transfer, {}).values())
                 if unfilled and link is not None and link.shared and writes_on:
-                    held = self._unanswered.setdefault((link.number, transfer), [])
-                    held += [lease.share() for lease in unfilled]
+                    unanswered = self._unanswered.setdefault((link.number, transfer), [])
+                    unanswered += [lease.share() for lease in unfilled]
                 release_all(unfilled)
                 release_all([self._records.pop(name) for name in verdict.names])
                 self._remember(transfer, reason)

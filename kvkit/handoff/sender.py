@@ -48,13 +48,13 @@ class Sending:
         state: state of the transfer, as the sender knows it.
         link: link to the peer.
         on_change: called with each of its futures that is done, and with this object when nothing is queued.
-        admitted: done when the receiver has leased slots; returns the number of records that it lacks. Only
-            then does `Sender.put` send records, and `Sender.lend` give slots.
+        admitted: done when the receiver has leased slots; returns the number of records that it lacks. Until
+            then `Sender.put` sends no records and `Sender.lend` lends no slots.
         done: done when the receiver has everything; returns the number of records that were never put.
         queued: number of records that were put and are not sent yet.
         borrowed: by name, slots of the receiver that are borrowed and were neither put nor returned.
-        held_back: messages that end its writing, held back until nothing is borrowed: after them, the
-            receiver gives the slots to others.
+        held_back: messages that end its writing, held back until nothing is borrowed. After receiving them,
+            the receiver gives the slots to others.
     """
 
     state: Outgoing
@@ -87,13 +87,13 @@ class Sending:
 
     def completions(self, before: Stage) -> list[Callable[[], None]]:
         """Return calls that complete the futures decided by the change from stage `before`."""
-        state, asked = self.state, before is Stage.ASKED
+        state, was_asked = self.state, before is Stage.ASKED
         if state.stage is not Stage.ENDED:
-            return [partial(self.admitted.set_result, len(state.sends))] if asked else []
+            return [partial(self.admitted.set_result, len(state.sends))] if was_asked else []
         if state.error is None:
             return [partial(self.done.set_result, state.missing)]
         error = HandoffError(f"transfer {state.id}: {state.error}")
-        futures = (self.admitted, self.done) if asked else (self.done,)
+        futures = (self.admitted, self.done) if was_asked else (self.done,)
         return [partial(future.set_exception, error) for future in futures]
 
 
@@ -179,7 +179,7 @@ class Sender(Handler):
 
         Args:
             on_change: as in `Sending`; called from any thread.
-            of: request that the transfer is a part of; None if it is the whole request.
+            of: request that the transfer belongs to; None if the transfer is the whole request.
 
         Raises:
             HandoffError: the transfer id is in use, the sender is closed, no thread can be started, or
@@ -233,7 +233,7 @@ class Sender(Handler):
             return {n for n in names if any(n in sending.state.unsent for sending in self._open.values())}
 
     def lend(self, sendings: Collection[Sending], names: Sequence[str]) -> RemoteSlots | None:
-        """Borrow slots of receivers to make the records `names` in, each of the first transfer that lacks it.
+        """Borrow slots of receivers for making `names`; each slot is of the first transfer that lacks it.
 
         Returns None if no transfer lacks one of the records any more, or if this process cannot access a
         slot. A record that is made there is put like any other, and sent to other transfers as a copy. Until
@@ -291,8 +291,8 @@ class Sender(Handler):
                 return
             self._closed = True
             self._changed.wait_for(lambda: not self._open, timeout_s)
-            left = list(self._open)
-        for transfer in left:
+            open_transfers = list(self._open)
+        for transfer in open_transfers:
             self.cancel(transfer, "the sender is closing")
         self._links.close(timeout_s)
         self._deadlines.close(timeout_s)
@@ -320,10 +320,12 @@ class Sender(Handler):
                 self._apply(transfer, partial(outgoing.refused, reason=reason), link)
             case messages.Release(transfer, reason):
                 known = self._apply(transfer, partial(outgoing.released, reason=reason), link)
-                with self._changed:  # answered when nothing is packed for it any more
-                    known = known or any(e.id == transfer and e.link is link for e in self._lending)
+                with self._changed:  # answered once nothing is packed for the transfer
+                    known = known or any(
+                        sending.id == transfer and sending.link is link for sending in self._lending
+                    )
                 if not known:
-                    # over on this side: records queued before this answer are written, none after it
+                    # the transfer is over here: records queued before this answer are written, none after it
                     link.say(messages.Cancel(transfer))
             case _:
                 raise Unexpected(f"{type(message).__name__}: a sender takes no such message")

@@ -95,12 +95,12 @@ class HandoffConfig(BaseModel):
             raise ValueError(f"buffer: none given, role = {self.role!r} needs one")
         for name in self.peers:
             check_id("peer", name, MAX_PEER_NAME)
-        secret = self.secret is not None or self.secret_file is not None
-        given = [("listen", address) for address in self.listen]
-        given += [(f"peers.{name}", address) for name, address in self.peers.items()]
-        for setting, address in given:
+        has_secret = self.secret is not None or self.secret_file is not None
+        setting_addresses = [("listen", address) for address in self.listen]
+        setting_addresses += [(f"peers.{name}", address) for name, address in self.peers.items()]
+        for setting, address in setting_addresses:
             try:
-                addresses.check_secret(addresses.of_rank(address, 0), secret)
+                addresses.check_secret(addresses.of_rank(address, 0), has_secret)
             except ValueError as error:
                 raise ValueError(f"{setting}: {error}") from None
         if (self.tls_certificate is None) != (self.tls_key is None):
@@ -142,15 +142,17 @@ class HandoffConfig(BaseModel):
         Raises:
             ValueError: the policy does. The message names the setting, the tier and the choices.
         """
-        why = {
+        reasons = {
             "retrieve_from": "role = 'prefill' receives nothing",
             "store_to": "role = 'decode' sends nothing",
             "write_back_to": "handoff takes no write-backs",
         }
-        takes_part = {"retrieve_from": self.receives, "store_to": self.sends, "write_back_to": False}
-        for setting, reason in why.items():
-            ours = [HANDOFF] if takes_part[setting] else []
-            choices = [*ours, *tiers, *self.peers] if setting == "retrieve_from" else [*tiers, *ours]
+        supported = {"retrieve_from": self.receives, "store_to": self.sends, "write_back_to": False}
+        for setting, reason in reasons.items():
+            own_tiers = [HANDOFF] if supported[setting] else []
+            choices = (
+                [*own_tiers, *tiers, *self.peers] if setting == "retrieve_from" else [*tiers, *own_tiers]
+            )
             for name in getattr(policy, setting):
                 if name in self.tiers and name not in choices:
                     reason = reason if name == HANDOFF else "it is another node's memory"
@@ -167,16 +169,17 @@ def buffer_size(config: HandoffConfig, layout: KVLayout, namespace: Namespace) -
     groups = len(layout.groups)
     slot_bytes = -(-largest_record_bytes(layout, namespace) // PAGE_BYTES) * PAGE_BYTES
     slots = config.buffer // (slot_bytes * groups) * groups
-    have = f"buffer={config.buffer.human_readable()}"
+    buffer_setting = f"buffer={config.buffer.human_readable()}"
     if not slots:
-        raise ValueError(f"{have}: a chunk takes {groups} slots of {slot_bytes} bytes")
+        raise ValueError(f"{buffer_setting}: a chunk takes {groups} slots of {slot_bytes} bytes")
     if config.max_prefill_tokens is not None:
-        wanted = slots_of(config.max_prefill_tokens, layout, namespace)
-        if wanted > slots:
-            want = ByteSize(wanted * slot_bytes).human_readable()
+        required_slots = slots_of(config.max_prefill_tokens, layout, namespace)
+        if required_slots > slots:
+            required_size = ByteSize(required_slots * slot_bytes).human_readable()
             raise ValueError(
-                f"max_prefill_tokens={config.max_prefill_tokens} take {wanted} slots of {slot_bytes} bytes, "
-                f"{have} has {slots}: want a buffer of {want} or more, or fewer tokens"
+                f"max_prefill_tokens={config.max_prefill_tokens} take {required_slots} slots of {slot_bytes} "
+                f"bytes, {buffer_setting} has {slots}: want a buffer of {required_size} or more, "
+                "or fewer tokens"
             )
     return slots, slot_bytes
 
@@ -214,11 +217,11 @@ def open_handoff(
         ValueError: a size, a certificate or an address is invalid.
         OSError: the buffer's memory is not available, or an address is in use.
     """
-    client, server = None, None
+    client_tls, server_tls = None, None
     if config.tls_ca is not None:
-        client = tls.client_context(config.tls_ca, config.tls_certificate, config.tls_key)
+        client_tls = tls.client_context(config.tls_ca, config.tls_certificate, config.tls_key)
     if config.listen and config.tls_certificate is not None and config.tls_key is not None:
-        server = tls.server_context(config.tls_certificate, config.tls_key, config.tls_ca)
+        server_tls = tls.server_context(config.tls_certificate, config.tls_key, config.tls_ca)
     identity = identify(layout, namespace, secret)
     receiver, sender, endpoint = None, None, None
     with ExitStack() as opened:
@@ -230,14 +233,14 @@ def open_handoff(
                 identity,
                 timeout_s=timeout_s,
                 transfer_s=config.transfer_timeout_s,
-                tls=client,
+                tls=client_tls,
                 max_ranks=config.max_ranks,
             )
             opened.callback(sender.close, config.shutdown_timeout_s)
         peers: list[Tier] = []
         for name, address in config.peers.items():
-            at = addresses.of_rank(address, namespace.rank)
-            peers.append(PeerTier(name, at, identity, timeout_s=timeout_s, tls=client))
+            peer_address = addresses.of_rank(address, namespace.rank)
+            peers.append(PeerTier(name, peer_address, identity, timeout_s=timeout_s, tls=client_tls))
             opened.callback(peers[-1].close)
         if config.listen:
             endpoint = Endpoint(
@@ -247,7 +250,7 @@ def open_handoff(
                 [addresses.of_rank(address, namespace.rank) for address in config.listen],
                 timeout_s=timeout_s,
                 pin_s=config.allocation_timeout_s,
-                tls=server,
+                tls=server_tls,
             )
         opened.pop_all()
     return [HandoffTier(receiver, sender, endpoint, shutdown_s=config.shutdown_timeout_s), *peers]

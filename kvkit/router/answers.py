@@ -69,28 +69,30 @@ class Answer:
         """
         self._begun = True
         self._identity = self._identity or {k: event[k] for k in ("id", "created") if k in event}
-        shown = {k: v for k, v in event.items() if k != "kv_transfer_params"} | self._identity
+        client_event = {k: v for k, v in event.items() if k != "kv_transfer_params"} | self._identity
         if not self._asked.single:
-            self._count_choices(shown["choices"])
-            return shown
-        if shown.get("usage"):
-            prompt, made = (shown["usage"].get(name) or 0 for name in ("prompt_tokens", "completion_tokens"))
-            shown["usage"] = shown["usage"] | {
+            self._count_choices(client_event["choices"])
+            return client_event
+        if client_event.get("usage"):
+            prompt, completion = (
+                client_event["usage"].get(name) or 0 for name in ("prompt_tokens", "completion_tokens")
+            )
+            client_event["usage"] = client_event["usage"] | {
                 "prompt_tokens": max(0, prompt - self._given_tokens),
-                "completion_tokens": made + self._given_tokens,
+                "completion_tokens": completion + self._given_tokens,
             }
-        if not shown["choices"]:
-            self._usage_sent |= bool(shown.get("usage"))
-            return shown
-        choice = dict(shown["choices"][0])
-        shown["choices"] = [choice]
-        self._record_prompt(shown, choice)
-        new = self._advance_choice(choice)
+        if not client_event["choices"]:
+            self._usage_sent |= bool(client_event.get("usage"))
+            return client_event
+        choice = dict(client_event["choices"][0])
+        client_event["choices"] = [choice]
+        self._record_prompt(client_event, choice)
+        is_new = self._advance_choice(choice)
         if choice.get("finish_reason") is not None:
             if self._position.get(self._text, 0) < len(self._texts.get(self._text, b"")) // _CHAR_BYTES:
                 raise CannotContinue("the engine that took over ends the answer before what the client has")
-            self.finished = new = True
-        return shown if new else None
+            self.finished = is_new = True
+        return client_event if is_new else None
 
     def resume(self) -> ParsedRequest:
         """Return the request for another engine after the current one failed; `advance` then gets its events.
@@ -101,37 +103,41 @@ class Answer:
             raise CannotContinue("no other engine can continue an answer with several choices or tool calls")
         self.took_over = True
         ids = self._ids
-        whole = self._aligned.get(_IDS, 0)
-        longest = self._asked.max_tokens
-        left = None if longest is None else longest - whole
-        if not self._can_continue or whole == 0 or (left is not None and left <= 0):
-            whole, left = 0, longest
+        kept = self._aligned.get(_IDS, 0)
+        max_tokens = self._asked.max_tokens
+        remaining = None if max_tokens is None else max_tokens - kept
+        if not self._can_continue or kept == 0 or (remaining is not None and remaining <= 0):
+            kept, remaining = 0, max_tokens
         if not self._shows_ids:  # tokens that the client does not have may differ
-            del ids[whole:]
-        if whole == 0:
+            del ids[kept:]
+        if kept == 0:
             self._position, self._given_tokens = {}, 0
             return self._asked
-        self._position, self._given_tokens = dict(self._aligned), whole
+        self._position, self._given_tokens = dict(self._aligned), kept
         body = dict(self._asked.body)
-        if left is not None:
-            given = [n for n in ("max_tokens", "max_completion_tokens") if body.get(n) is not None]
-            body |= dict.fromkeys(given or ["max_tokens"], left)
+        if remaining is not None:
+            limits = [n for n in ("max_tokens", "max_completion_tokens") if body.get(n) is not None]
+            body |= dict.fromkeys(limits or ["max_tokens"], remaining)
         if body.get("min_tokens"):
-            body["min_tokens"] = max(0, body["min_tokens"] - whole)
-        return replace(self._asked, body=body, token_ids=(*self._prompt_ids, *ids[:whole]))
+            body["min_tokens"] = max(0, body["min_tokens"] - kept)
+        return replace(self._asked, body=body, token_ids=(*self._prompt_ids, *ids[:kept]))
 
     def last_event(self) -> Body | None:
         """Return the usage event that the engine did not send before it failed; None: none is missing."""
         if not self._asked.includes_usage or self._usage_sent or self.prompt_tokens is None:
             return None
-        prompt, made = self.prompt_tokens, len(self._ids)
+        prompt, completion = self.prompt_tokens, len(self._ids)
         kind = "text_completion" if self._asked.kind == "completions" else "chat.completion.chunk"
         return {
             **self._identity,
             "object": kind,
             "model": self._asked.body.get("model"),
             "choices": [],
-            "usage": {"prompt_tokens": prompt, "completion_tokens": made, "total_tokens": prompt + made},
+            "usage": {
+                "prompt_tokens": prompt,
+                "completion_tokens": completion,
+                "total_tokens": prompt + completion,
+            },
         }
 
     @property
@@ -148,9 +154,9 @@ class Answer:
         self._ended |= {c.get("index") or 0: c.get("finish_reason") is not None for c in choices}
         self.finished = len(self._ended) == self._asked.most_choices and all(self._ended.values())
 
-    def _record_prompt(self, shown: Body, choice: Body) -> None:
+    def _record_prompt(self, event: Body, choice: Body) -> None:
         """Record the prompt's tokens of the first event; remove them unless the client asked for them."""
-        for holder in (shown, choice):
+        for holder in (event, choice):
             ids = holder.get("prompt_token_ids")
             shows = False
             if ids is not None and self.prompt_tokens is None:
@@ -206,5 +212,5 @@ class Answer:
 
 def _read(text: bytearray, start: int, chars: int) -> str:
     """Return `chars` characters from `start` on, or fewer at the end of the text."""
-    found = text[start * _CHAR_BYTES : (start + chars) * _CHAR_BYTES]
-    return found.decode(_UTF32, "surrogatepass")
+    data = text[start * _CHAR_BYTES : (start + chars) * _CHAR_BYTES]
+    return data.decode(_UTF32, "surrogatepass")

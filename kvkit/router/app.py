@@ -145,13 +145,13 @@ class Router:
             parsed = openai.parse(kind, data)
             openai.check_request_policy(parsed, self._config.requests)
             text_of = partial(self._documents.text_of, asked=parsed)
-            asked, marked = extract_documents(parsed, self._config.blend, text_of)
-            asked, ids = await self._tokenizer.locate_documents(asked, marked, headers)
-            session = openai.session_of(asked, request.headers.get(_SESSION_HEADER))
-            routed = RoutedRequest(client, asked, headers[_REQUEST_HEADER], session, headers, ids)
+            parsed, marked = extract_documents(parsed, self._config.blend, text_of)
+            parsed, ids = await self._tokenizer.locate_documents(parsed, marked, headers)
+            session = openai.session_of(parsed, request.headers.get(_SESSION_HEADER))
+            routed = RoutedRequest(client, parsed, headers[_REQUEST_HEADER], session, headers, ids)
             response = await self._dispatcher.answer(routed)
-            if self._warmers and requests.FIELD not in asked.params:
-                self._warmer.offer(asked, ids, headers)
+            if self._warmers and requests.FIELD not in parsed.params:
+                self._warmer.offer(parsed, ids, headers)
             return response
 
         status = _CLIENT_LEFT
@@ -204,11 +204,11 @@ class Router:
             for engine in self._engines:
                 if engine.role == "decode" and engine.up:
                     try:
-                        found = await engine.ask(method, path, data, headers, limit_s, openai.read_object)
+                        reply = await engine.ask(method, path, data, headers, limit_s, openai.read_object)
                     except EngineFailed as error:
                         failure = error
                     else:
-                        return web.json_response(found)
+                        return web.json_response(reply)
             message = f"no decode engine answers: {failure or 'none is up'}"
             raise Failed(503, message, None if failure is None else failure.answer)
 
@@ -241,9 +241,9 @@ class Router:
             return web.Response(status=_CLIENT_LEFT)
 
     async def _health(self, _: web.Request) -> web.Response:
-        shown = [{"name": e.name, "role": e.role, "url": e.config.url, "up": e.up} for e in self._engines]
-        well = any(engine.up for engine in self._engines if engine.role == "decode")
-        return web.json_response({"engines": shown}, status=200 if well else 503)
+        states = [{"name": e.name, "role": e.role, "url": e.config.url, "up": e.up} for e in self._engines]
+        healthy = any(engine.up for engine in self._engines if engine.role == "decode")
+        return web.json_response({"engines": states}, status=200 if healthy else 503)
 
     async def _show_metrics(self, request: web.Request) -> web.Response:
         encode, content_type = choose_encoder(request.headers.get("Accept", ""))
@@ -259,21 +259,21 @@ def serve(config: RouterConfig) -> None:
         raise ConfigError(f"host = {config.host!r}, port = {config.port}: {error}") from error
     if not is_loopback(config.host):
         log.warning("host = %r: other hosts can reach the router, which itself checks no keys", config.host)
-    most = raise_limit()
-    log.info("listening on %s, for %d connections", url, most)
-    asyncio.run(_run(Router(config), listening, most))
+    max_connections = raise_limit()
+    log.info("listening on %s, for %d connections", url, max_connections)
+    asyncio.run(_run(Router(config), listening, max_connections))
 
 
-async def _run(router: Router, listening: socket.socket, most: int) -> None:
+async def _run(router: Router, listening: socket.socket, max_connections: int) -> None:
     """Serve on a socket until SIGINT or SIGTERM."""
-    ending, loop = asyncio.Event(), asyncio.get_running_loop()
-    for number in (signal.SIGINT, signal.SIGTERM):
-        loop.add_signal_handler(number, ending.set)
+    stopping, loop = asyncio.Event(), asyncio.get_running_loop()
+    for signal_number in (signal.SIGINT, signal.SIGTERM):
+        loop.add_signal_handler(signal_number, stopping.set)
     runner = router.runner(_CLOSE_S)
     await runner.setup()
     try:
-        await BoundedSite(runner, listening, router.busy, most).start()
-        await ending.wait()
+        await BoundedSite(runner, listening, router.busy, max_connections).start()
+        await stopping.wait()
     finally:
         await runner.cleanup()
 

@@ -33,9 +33,9 @@ def router(
         sys.exit(f"{error.name} is missing: pip install 'kvkit-llm[router]'")
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s")
     try:
-        given: dict[str, Any] = {"host": host, "port": port}
-        given |= {"prefill": engines(prefill or [], "prefill"), "decode": engines(decode or [], "decode")}
-        given = {name: value for name, value in given.items() if value not in (None, {})}
-        serve(read_router_config(config, **given))
+        options: dict[str, Any] = {"host": host, "port": port}
+        options |= {"prefill": engines(prefill or [], "prefill"), "decode": engines(decode or [], "decode")}
+        options = {name: value for name, value in options.items() if value not in (None, {})}
+        serve(read_router_config(config, **options))
     except ConfigError as error:
         sys.exit(str(error))

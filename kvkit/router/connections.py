@@ -32,11 +32,11 @@ _PAUSE_S = 0.1
 def raise_limit() -> int:
     """Raise the process's limit of file descriptors; return how many connections it allows."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    want = MAX_CONNECTIONS * _OF_REQUEST + _OTHERS
-    if 0 <= soft < want:  # (a negative value means no limit)
-        soft = want if hard < 0 else min(want, hard)
+    required = MAX_CONNECTIONS * _OF_REQUEST + _OTHERS
+    if 0 <= soft < required:  # (a negative value means no limit)
+        soft = required if hard < 0 else min(required, hard)
         resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
-    return MAX_CONNECTIONS if soft < 0 else max(1, min(want, soft) - _OTHERS) // _OF_REQUEST
+    return MAX_CONNECTIONS if soft < 0 else max(1, min(required, soft) - _OTHERS) // _OF_REQUEST
 
 
 class BusyConnections:
@@ -115,10 +115,10 @@ class BoundedSite(web.BaseSite):
 
     def _make_room(self, server: web.Server) -> bool:
         """Close the oldest idle connections, if the limit is reached; return whether there is room."""
-        there = [connection for connection in server.connections if connection.transport is not None]
-        if len(there) < self._most:
+        connected = [connection for connection in server.connections if connection.transport is not None]
+        if len(connected) < self._most:
             return True
-        idle = [connection for connection in there if connection not in self._busy]
+        idle = [connection for connection in connected if connection not in self._busy]
         for connection in idle[: max(1, self._most // _AT_ONCE)]:
             connection.force_close()
         return bool(idle)

@@ -155,15 +155,15 @@ class Dispatcher:
             log.warning("%s: %s", routed.id, failure)
             self._metrics.failures.labels(failure.engine.name, failure.cause).inc()
             if decision.prefill and failure.cause == "error" and self._remaining(routed) == [failure.engine]:
-                routed.can_disaggregate = False  # the handoff may be the cause: ask D again without it
+                routed.can_disaggregate = False  # the handoff may be the cause: ask D again without handoff
             else:
                 routed.failed.add(failure.engine.name)
             if not routed.client.began:
                 routed.restart()
             elif failure.engine.role == "decode":
                 if routed.answer.finished:
-                    owed = routed.answer.last_event()
-                    last = b"" if owed is None else openai.event_bytes(owed)
+                    usage = routed.answer.last_event()
+                    last = b"" if usage is None else openai.event_bytes(usage)
                     return await routed.client.end(last)
                 try:
                     routed.rest = routed.answer.resume()
@@ -176,7 +176,7 @@ class Dispatcher:
         return [e for e in engines if e.role == role and e.up and e.name not in routed.failed]
 
     async def _look_up(self, routed: RoutedRequest) -> None:
-        """Look the prompt up in the engines. Mutates `routed`; of late engines, nothing is known."""
+        """Look the prompt up in the engines. Mutates `routed`; the result of a late engine stays unknown."""
         if self._lookup is None or not (routed.can_disaggregate or routed.asked.blends):
             return
         limit_s = self._config.lookup_timeout_s
@@ -190,9 +190,9 @@ class Dispatcher:
 
     async def _tokens(self, routed: RoutedRequest) -> tuple[int, ...] | None:
         """Return the prompt's token ids; None: no engine returned them in time."""
-        known = routed.asked.prompt_ids if routed.token_ids is None else routed.token_ids
-        if known is not None:
-            return known
+        token_ids = routed.asked.prompt_ids if routed.token_ids is None else routed.token_ids
+        if token_ids is not None:
+            return token_ids
         body, limit_s = openai.tokenize_body(routed.asked), self._config.lookup_timeout_s
         try:
             return await self._tokenizer.ids(body, routed.headers, limit_s)
@@ -218,19 +218,19 @@ class Dispatcher:
             suitable=routed.can_disaggregate,
             limits=self._config,
         )
-        way = f"{decision.prefill} -> {decision.decode}" if decision.prefill else decision.decode
-        new, tokens, reason = decision.new_tokens, routed.tokens, decision.reason
-        log.info("%s: %s, %s: %d new of %d tokens", routed.id, way, reason, new, tokens)
+        route = f"{decision.prefill} -> {decision.decode}" if decision.prefill else decision.decode
+        new_tokens, tokens, reason = decision.new_tokens, routed.tokens, decision.reason
+        log.info("%s: %s, %s: %d new of %d tokens", routed.id, route, reason, new_tokens, tokens)
         self._metrics.requests.labels(decision.decode, decision.prefill or "", reason).inc()
         self._metrics.prompt_tokens.inc(tokens)
-        self._metrics.new_tokens.labels("prefill" if decision.prefill else "decode").inc(new)
+        self._metrics.new_tokens.labels("prefill" if decision.prefill else "decode").inc(new_tokens)
         return decision
 
     async def _attempt(self, routed: RoutedRequest, decision: Decision) -> web.StreamResponse:
         """Prefill and decode as decided. Raises EngineFailed if an engine failed."""
         decode = self._engines[decision.decode]
         params: Body | None = None
-        # D counts the request already during prefill, otherwise all of P's requests would go to the same D
+        # D counts the request already during prefill; otherwise all of P's requests would go to the same D
         with decode.working(0 if decision.prefill else decision.new_tokens) as share:
             if decision.prefill:
                 prefill = self._engines[decision.prefill]
@@ -249,22 +249,29 @@ class Dispatcher:
         self, routed: RoutedRequest, prefill: Engine, decode: Engine, new_tokens: int
     ) -> Body | None:
         """Make P compute the prompt; return the KV transfer parameters for D (None: D must compute it)."""
-        asked: Body = {"do_remote_decode": True, "do_remote_prefill": False, "transfer_id": uuid.uuid4().hex}
+        prefill_params: Body = {
+            "do_remote_decode": True,
+            "do_remote_prefill": False,
+            "transfer_id": uuid.uuid4().hex,
+        }
         if decode.config.handoff is not None:
-            asked["handoff"] = decode.config.handoff
+            prefill_params["handoff"] = decode.config.handoff
         start = _now()
         with prefill.working(new_tokens), self._metrics.seconds.labels("prefill").time():
             reply = await self._reply(
-                routed, prefill, openai.prefill_body(routed.rest, asked), self._config.prefill_timeout_s
+                routed,
+                prefill,
+                openai.prefill_body(routed.rest, prefill_params),
+                self._config.prefill_timeout_s,
             )
         computed = openai.computed_tokens(reply)
         tokens = new_tokens if computed is None else computed
         prefill.prefill = measured(prefill.prefill, tokens, _now() - start)
-        given = reply.get("kv_transfer_params")
-        if given and not isinstance(given, dict):
-            message = f"it answered kv_transfer_params = {given!r}, want an object"
+        decode_params = reply.get("kv_transfer_params")
+        if decode_params and not isinstance(decode_params, dict):
+            message = f"it answered kv_transfer_params = {decode_params!r}, want an object"
             raise EngineFailed(prefill, "error", message)
-        if not given:
+        if not decode_params:
             log.warning(
                 "%s: prefill engine %s handed nothing off to %s, which computes the prompt again; %s",
                 routed.id,
@@ -275,7 +282,7 @@ class Dispatcher:
                 else f"decode.{decode.name}.handoff is not given",
             )
             self._metrics.failures.labels(prefill.name, "kept").inc()
-        return given or None
+        return decode_params or None
 
     async def _whole(self, routed: RoutedRequest, params: Body | None, decode: Engine) -> web.StreamResponse:
         """Return an answer that is not a stream."""
@@ -316,16 +323,16 @@ class Dispatcher:
             raise EngineFailed(decode, "cut", "its stream ended before its answer did")
         return await routed.client.end()
 
-    def _record_speed(self, routed: RoutedRequest, decode: Engine, handed: bool, seconds: float) -> None:
+    def _record_speed(self, routed: RoutedRequest, decode: Engine, handed_off: bool, seconds: float) -> None:
         """Record D's speed, if the number of tokens new to it is known. Mutates `decode`."""
         self._metrics.seconds.labels("first_event").observe(seconds)
         if routed.held.get(decode.name) is None or routed.asked.blends:
             return
-        new = routed.candidate(decode).new_tokens(routed.tokens)
-        if handed:
-            decode.handoff = measured(decode.handoff, new, seconds)
+        new_tokens = routed.candidate(decode).new_tokens(routed.tokens)
+        if handed_off:
+            decode.handoff = measured(decode.handoff, new_tokens, seconds)
         else:
-            decode.prefill = measured(decode.prefill, new, seconds)
+            decode.prefill = measured(decode.prefill, new_tokens, seconds)
 
     def _remember(self, routed: RoutedRequest, decode: Engine) -> None:
         self._sessions[routed.session] = decode.name
@@ -352,15 +359,15 @@ async def _forward_event(routed: RoutedRequest, decode: Engine, event: Body) -> 
     if openai.aborted(event):
         raise EngineFailed(decode, "aborted", "it aborted the request")
     try:
-        shown = routed.answer.advance(event)
+        client_event = routed.answer.advance(event)
     except CannotContinue as departed:
         raise Failed(502, f"decode engine {decode.name}: {departed}") from departed
-    if shown is not None:
-        await routed.client.send(openai.event_bytes(shown))
+    if client_event is not None:
+        await routed.client.send(openai.event_bytes(client_event))
 
 
 async def _events(
-    engine: Engine, asked: ParsedRequest, response: aiohttp.ClientResponse
+    engine: Engine, request: ParsedRequest, response: aiohttp.ClientResponse
 ) -> AsyncIterator[Body]:
     """Yield the events of a stream, to its end. Raises EngineFailed if it breaks off or is invalid."""
     parser = openai.EventParser()
@@ -369,7 +376,7 @@ async def _events(
             for data in parser.feed(piece):
                 if data == openai.DONE:
                     return
-                yield openai.read_event(asked, data)
+                yield openai.read_event(request, data)
     except ValueError as error:
         raise EngineFailed(engine, "error", str(error)) from error
     raise EngineFailed(engine, "cut", "its stream broke off")

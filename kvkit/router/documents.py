@@ -69,8 +69,8 @@ class PostedDocument:
     @property
     def id(self) -> str:
         """Digest of the document, which cannot be guessed without it."""
-        named = json.dumps([self.model, self.salt, list(self.prefix), list(self.tokens), self.text])
-        return "doc-" + hashlib.blake2b(named.encode(), digest_size=16).hexdigest()
+        identity = json.dumps([self.model, self.salt, list(self.prefix), list(self.tokens), self.text])
+        return "doc-" + hashlib.blake2b(identity.encode(), digest_size=16).hexdigest()
 
     @property
     def size_bytes(self) -> int:
@@ -85,9 +85,11 @@ class PostedDocument:
     @property
     def asked(self) -> ParsedRequest:
         """Request that makes an engine compute the document."""
-        named = {"model": self.model, "cache_salt": self.salt}
+        optional_fields = {"model": self.model, "cache_salt": self.salt}
         body = {"prompt": [*self.prefix, *self.tokens], "max_tokens": 1}
-        return ParsedRequest("completions", body | {name: value for name, value in named.items() if value})
+        return ParsedRequest(
+            "completions", body | {name: value for name, value in optional_fields.items() if value}
+        )
 
 
 class Documents:
@@ -142,38 +144,38 @@ class Documents:
             raise BadRequest(
                 f"{len(tokens)} tokens do not depend on the text before them: want at least {LEAST_TOKENS}"
             )
-        before = tokens_of(body.prefix_tokens)
+        prefix = tokens_of(body.prefix_tokens)
         if body.prefix is not None:
             fields = body.model_dump()
-            before = await self._tokenizer.prefix(fields, body.prefix, headers)
+            prefix = await self._tokenizer.prefix(fields, body.prefix, headers)
             if body.text is not None:
-                before = before + await self._tokenizer.joint(fields, body.prefix, body.text, headers)
-        return PostedDocument(body.model, body.cache_salt, before, tokens, body.text), body.seconds
+                prefix = prefix + await self._tokenizer.joint(fields, body.prefix, body.text, headers)
+        return PostedDocument(body.model, body.cache_salt, prefix, tokens, body.text), body.seconds
 
     def _check_pin(self, seconds: float) -> None:
         """Raise BadRequest if a pin of this duration is not allowed or not possible."""
         if self._limits is None:
             raise BadRequest("seconds: this router pins nothing; its settings have no table [requests]")
         if seconds > self._limits.max_keep_s:
-            most = self._limits.max_keep_s
-            raise BadRequest(f"seconds = {seconds:g}: want at most requests.max_keep_s = {most:g}")
+            limit = self._limits.max_keep_s
+            raise BadRequest(f"seconds = {seconds:g}: want at most requests.max_keep_s = {limit:g}")
         if self._pins is None:
             raise BadRequest("seconds: no engine of this router has a cache endpoint to pin documents in")
 
     def text_of(self, name: str, asked: ParsedRequest) -> str | None:
         """Return the text of a document posted for the request's model and salt; None: there is none."""
-        found = self._known.get(name)
-        same = found is not None and (found.model, found.salt) == (asked.model, asked.salt)
-        return found.text if found is not None and same else None
+        document = self._known.get(name)
+        matches = document is not None and (document.model, document.salt) == (asked.model, asked.salt)
+        return document.text if document is not None and matches else None
 
     def get(self, name: str) -> PostedDocument:
         """Return a document by id. Raises BadRequest with HTTP status 404 if there is none."""
-        found = self._known.get(name)
-        if found is None:
+        document = self._known.get(name)
+        if document is None:
             raise BadRequest(
                 f"no document {shown(name)}: never posted to this router, or forgotten since", 404
             )
-        return found
+        return document
 
     def forget(self, name: str) -> Body:
         """Forget a document; return the answer to DELETE. Mutates. Raises as `get`."""
@@ -220,9 +222,12 @@ class Documents:
         self, document: PostedDocument, ask: Callable[[Engine], Awaitable[int | None]], wait_s: float = 0.0
     ) -> dict[str, int | None]:
         """Call `ask` for each engine; return its number of tokens without the prefix, by engine."""
-        found = await ask_each(self._engines, ask, self._timeout_s + wait_s)
-        before = len(document.prefix)
-        return {name: None if tokens is None else max(0, tokens - before) for name, tokens in found.items()}
+        tokens_by_engine = await ask_each(self._engines, ask, self._timeout_s + wait_s)
+        prefix_tokens = len(document.prefix)
+        return {
+            name: None if tokens is None else max(0, tokens - prefix_tokens)
+            for name, tokens in tokens_by_engine.items()
+        }
 
 
 def _most(tokens: Mapping[str, int | None]) -> int | None:

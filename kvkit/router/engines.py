@@ -31,7 +31,7 @@ MAX_ANSWER_BYTES = 64 << 20
 MAX_ERROR_BYTES = 1 << 20
 """Maximum length of an answer with an HTTP status other than 200."""
 MAX_MESSAGE_CHARS = 500
-"""Maximum length of an engine's error in the log and in messages to clients: it may quote the engine."""
+"""Maximum length of an engine's error in the log and in messages to clients; it may quote the engine."""
 PLAIN = {"Accept-Encoding": "identity"}
 """Headers of all requests: the length of a compressed answer cannot be checked against a limit."""
 
@@ -226,29 +226,29 @@ class Engine:
 
     async def probe(self) -> None:
         """Check the engine's health once; if it is down, fail its requests in flight. Mutates."""
-        wrong, missing = "", MISSING_ANSWERS
+        problem, missing = "", MISSING_ANSWERS
         try:
             async with (
                 asyncio.timeout(self._settings.health_timeout_s),
                 self._session.get(self.config.url + "/health", allow_redirects=False) as response,
             ):
                 if response.status != 200:
-                    wrong = f"HTTP {response.status}"
+                    problem = f"HTTP {response.status}"
         except TimeoutError:
-            wrong, missing = "no answer in time", self._missing + 1
+            problem, missing = "no answer in time", self._missing + 1
         except (aiohttp.ClientError, OSError) as error:
-            wrong = f"{type(error).__name__}: {error}"
-        self._missing = missing if wrong else 0
-        if wrong and not self._probed:
-            log.warning("%s engine %s is not up: %s: %s", self.role, self.name, self.config.url, wrong)
+            problem = f"{type(error).__name__}: {error}"
+        self._missing = missing if problem else 0
+        if problem and not self._probed:
+            log.warning("%s engine %s is not up: %s: %s", self.role, self.name, self.config.url, problem)
         self._probed = True
-        if not wrong:
+        if not problem:
             if not self.up:
                 log.info("%s engine %s is up: %s", self.role, self.name, self.config.url)
             self.up = True
         elif missing >= MISSING_ANSWERS:
             if self.up or self._deadlines:
-                log.warning("%s engine %s is down: %s", self.role, self.name, wrong)
+                log.warning("%s engine %s is down: %s", self.role, self.name, problem)
             self.up = False
             now = asyncio.get_running_loop().time()
             for deadline in self._deadlines:
@@ -258,12 +258,12 @@ class Engine:
 
 async def read_body(response: aiohttp.ClientResponse, limit_bytes: int) -> bytes:
     """Return the whole body of a response. Raises ValueError if it is longer than `limit_bytes`."""
-    found = bytearray()
+    body = bytearray()
     async for piece in response.content.iter_any():
-        found += piece
-        if len(found) > limit_bytes:
+        body += piece
+        if len(body) > limit_bytes:
             raise ValueError(f"the answer is longer than {limit_bytes} bytes")
-    return bytes(found)
+    return bytes(body)
 
 
 def engines_of(role: EngineRole, settings: RouterConfig, session: aiohttp.ClientSession) -> list[Engine]:
@@ -271,8 +271,8 @@ def engines_of(role: EngineRole, settings: RouterConfig, session: aiohttp.Client
     configs = settings.prefill if role == "prefill" else settings.decode
     return [
         Engine(name, role, config, settings, session, rank)
-        for given, engine in configs.items()
-        for name, config, rank in engine.ranks(given)
+        for base_name, engine in configs.items()
+        for name, config, rank in engine.ranks(base_name)
     ]
 
 

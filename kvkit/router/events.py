@@ -101,7 +101,7 @@ class EventSubscriber:
             self.current = False
 
     def tokens(self, query: LookupQuery) -> tuple[int, bool] | None:
-        """Return how many tokens the engine is known to hold, and if that is all; None: nothing is known."""
+        """Return how many tokens the engine is known to hold, and whether these are all; None: not known."""
         if not self.current:
             return None
         held = self.index.tokens(query.tokens, query.model, query.salt, engine_cache=query.engine_cache)
@@ -149,10 +149,10 @@ class EventSubscriber:
         if self._engine.config.replay is None:
             self.current = self.current and self._engine.up
             return
-        until = asyncio.get_running_loop().time() + MAX_REPLAY_S
+        deadline = asyncio.get_running_loop().time() + MAX_REPLAY_S
         more: bool | None = True
         while more:
-            more = await self._replay(until)
+            more = await self._replay(deadline)
         self.current = more is not None
 
     def _lose(self, number: int) -> None:
@@ -167,14 +167,14 @@ class EventSubscriber:
         self._next = number
         self._applied.clear()
 
-    async def _replay(self, until: float) -> bool | None:
+    async def _replay(self, deadline: float) -> bool | None:
         """Apply the batches that the engine still has, from the last known one on.
 
         Returns:
             True: another replay is needed, because the engine was restarted, or was faster than this reader
             and left some out. False: the index is up to date. None: the replay did not end in time.
         """
-        first, same, advanced = max(0, self._next - 1), not self._next, False
+        first, verified, advanced = max(0, self._next - 1), not self._next, False
         with closing(_socket(zmq.DEALER)) as socket:
             socket.connect(self._engine.config.replay or "")
             await socket.send_multipart((b"", first.to_bytes(_NUMBER_BYTES, "big")))
@@ -182,11 +182,11 @@ class EventSubscriber:
                 frames = await socket.recv_multipart()
                 if len(frames) == 4 and len(frames[2]) == _NUMBER_BYTES:
                     number, batch = int.from_bytes(frames[2], "big"), frames[3]
-                    if not same and not self._is_applied(number, batch):
+                    if not verified and not self._is_applied(number, batch):
                         log.info("engine %s was restarted, or lost KV events", self._engine.name)
                         self._forget(0)
                         return True
-                    same = True
+                    verified = True
                     if frames[2] == _END:
                         return False
                     if not self._is_applied(number, batch):
@@ -195,7 +195,7 @@ class EventSubscriber:
                                 return True
                             self._lose(number)
                         advanced = await self._apply(number, batch)
-                if asyncio.get_running_loop().time() > until:
+                if asyncio.get_running_loop().time() > deadline:
                     break
         return None
 
@@ -236,5 +236,5 @@ class EventLookup:
         known = None if subscriber is None else subscriber.tokens(query)
         if known is not None and known[1] and not query.wait_s:
             return known[0]
-        asked = None if self._ask is None else await self._ask(engine, query)
-        return max((n for n in (asked, known and known[0]) if n is not None), default=None)
+        reported = None if self._ask is None else await self._ask(engine, query)
+        return max((n for n in (reported, known and known[0]) if n is not None), default=None)

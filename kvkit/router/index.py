@@ -71,7 +71,7 @@ class RemovedBlocks(msgspec.Struct, tag="BlockRemoved"):
 
 
 class ClearedBlocks(msgspec.Struct, tag="AllBlocksCleared"):
-    """vLLM's event that its own cache was cleared; with `complete`, kvkit's event for its tiers.
+    """vLLM's event that its own cache was cleared; with `complete`, kvkit's event about its tiers.
 
     Attributes:
         complete: whether the engine has reported, or will report, all that its tiers hold.
@@ -123,9 +123,9 @@ class BlockIndex:
     @property
     def size_bytes(self) -> int:
         """Approximate memory of the index."""
-        named = self._blocks, self._sweeping
-        tables = *named, self._engine.locations, self._tiers.locations, self._adapters
-        digests = sum(map(len, tables)) + sum(map(len, named))
+        block_tables = self._blocks, self._sweeping
+        tables = *block_tables, self._engine.locations, self._tiers.locations, self._adapters
+        digests = sum(map(len, tables)) + sum(map(len, block_tables))
         return sum(map(sys.getsizeof, tables)) + digests * _INT_BYTES
 
     def apply(self, event: KVEvent) -> None:
@@ -155,9 +155,9 @@ class BlockIndex:
             model: model name of the request; without an event of that name it is the base model.
             engine_cache: whether blocks in vLLM's own cache count.
         """
-        ids, most = as_tokens(tokens), 0
-        tiers = self._tiers.locations
-        own = self._engine.locations if engine_cache and self._whole else tiers
+        ids, longest = as_tokens(tokens), 0
+        tier_blocks = self._tiers.locations
+        engine_blocks = self._engine.locations if engine_cache and self._whole else tier_blocks
         for size in self._sizes:
             parent: _Parent = (model if hash(model) in self._adapters else None, salt)
             run = 0
@@ -165,14 +165,14 @@ class BlockIndex:
                 block = self._blocks.get(hash((parent, digest)))
                 if block is None and self._sweeping:
                     block = self._sweeping.get(hash((parent, digest)))
-                if block is None or not (block in tiers or block in own):
+                if block is None or not (block in tier_blocks or block in engine_blocks):
                     break
                 parent, run = block, run + size
-            most = max(most, run)
-        return most
+            longest = max(longest, run)
+        return longest
 
     def holds_no_more(self, tokens: Sequence[int], held: int) -> bool:
-        """Return whether the engine can hold no more than `held` of `tokens`."""
+        """Return whether the engine certainly holds no more than `held` of `tokens`."""
         return self.complete or len(tokens) - held < min(self._sizes, default=0)
 
     def _clear(self, complete: bool | None) -> None:
@@ -220,8 +220,8 @@ class BlockIndex:
     def _bit(self, event: StoredBlocks, held: _Held) -> int | None:
         """Return the bit for the location of an event's blocks; None: there is no room for them. Mutates."""
         location = hash((event.medium, event.ownership))
-        known = event.block_size in self._sizes or len(self._sizes) < MAX_BLOCK_SIZES
-        if not known or (location not in held.bits and len(held.bits) == MAX_LOCATIONS):
+        fits = event.block_size in self._sizes or len(self._sizes) < MAX_BLOCK_SIZES
+        if not fits or (location not in held.bits and len(held.bits) == MAX_LOCATIONS):
             return None
         if self.size_bytes > MAX_INDEX_BYTES:
             return None
@@ -236,21 +236,21 @@ class BlockIndex:
         for first in range(0, len(event.block_hashes), _AT_ONCE):
             blocks = event.block_hashes[first : first + _AT_ONCE]
             for name in map(hash, blocks):
-                if left := held.locations.pop(name, 0) & ~bit:
-                    held.locations[name] = left
+                if remaining := held.locations.pop(name, 0) & ~bit:
+                    held.locations[name] = remaining
             self._sweep()
             yield len(blocks)
 
     def _sweep(self) -> None:
         """Forget blocks that are held nowhere, once there are many, a few in each step."""
-        own, tiers = self._engine.locations, self._tiers.locations
+        engine_blocks, tier_blocks = self._engine.locations, self._tiers.locations
         if not self._sweeping:
-            if len(self._blocks) <= 2 * (len(own) + len(tiers)) + _SPARE:
+            if len(self._blocks) <= 2 * (len(engine_blocks) + len(tier_blocks)) + _SPARE:
                 return
             self._sweeping, self._blocks = self._blocks, {}
         for _ in range(min(len(self._sweeping), _SWEPT)):
             key, name = self._sweeping.popitem()
-            if name in own or name in tiers:
+            if name in engine_blocks or name in tier_blocks:
                 self._blocks.setdefault(key, name)
         if not self._sweeping:
             self._sweeping = {}  # a new dict, to release its memory

@@ -68,28 +68,28 @@ async def held_tokens(lookup: Lookup, engine: Engine, asked: ParsedRequest, ids:
     """Return how many tokens of a request's prompt an engine need not compute; None: not known.
     Leading tokens count, and those of documents sent with the request."""
     documents = list(openai.documents_of(asked, ids))
-    texts = [(*before, *ids[start:stop]) for before, start, stop in documents]
-    found = [lookup(engine, LookupQuery(ids, asked.model, asked.salt, engine_cache=True))]
-    found += [lookup(engine, LookupQuery(text, asked.model, asked.salt)) for text in texts]
-    exact, *tokens = await asyncio.gather(*found)
+    sequences = [(*before, *ids[start:stop]) for before, start, stop in documents]
+    lookups = [lookup(engine, LookupQuery(ids, asked.model, asked.salt, engine_cache=True))]
+    lookups += [lookup(engine, LookupQuery(sequence, asked.model, asked.salt)) for sequence in sequences]
+    exact, *hits = await asyncio.gather(*lookups)
     if exact is None:
         return None
     held = exact
-    for (before, start, stop), hit in zip(documents, tokens, strict=True):
+    for (before, start, stop), hit in zip(documents, hits, strict=True):
         held += max(0, min(stop, start + (hit or 0) - len(before)) - max(start, exact))
     return held
 
 
 class CacheLookup:
-    """Lookup in kvkit's HTTP endpoint of an engine; None if there is none or it does not answer."""
+    """Lookup in an engine's kvkit HTTP endpoint; None if the engine has none or it does not answer."""
 
     def __init__(self, session: aiohttp.ClientSession) -> None:
         self._session = session
         self._tokens: dict[str, str] = {}
 
     async def __call__(self, engine: Engine, query: LookupQuery) -> int | None:
-        waits = {"wait_s": query.wait_s} if query.wait_s else {}
-        return await self._tokens_of(engine, "/lookup", query, "hit_tokens", **waits)
+        options = {"wait_s": query.wait_s} if query.wait_s else {}
+        return await self._tokens_of(engine, "/lookup", query, "hit_tokens", **options)
 
     async def pin(self, engine: Engine, query: LookupQuery, seconds: float) -> int | None:
         """Pin these tokens in an engine's tiers for `seconds`; return how many they hold."""
@@ -104,7 +104,7 @@ class CacheLookup:
         body = {"tokens": list(query.tokens), "model": query.model, "cache_salt": query.salt, **more}
         try:
             status, raw = await self._ask(engine, "POST", path, json.dumps(body).encode())
-            if status == 404:  # such as an adapter without a request so far
+            if status == 404:  # such as an adapter that no request has used yet
                 log.info(_UNKNOWN + " for %.80r", engine.config.cache, engine.name, query.model)
                 return None
             if status != 200:
@@ -124,11 +124,11 @@ class CacheLookup:
                 status, _ = await self._ask(engine, "GET", "/health")
             if status in (200, 503):  # 503: a tier is down, the others work
                 return
-            wrong = f"HTTP {status}"
+            problem = f"HTTP {status}"
         except _NO_ANSWER as error:
-            wrong = str(error) or "no answer in time"
+            problem = str(error) or "no answer in time"
         url = engine.config.cache
-        log.warning("%s.%s.cache = %s cannot be asked: %s", engine.role, engine.name, url, wrong)
+        log.warning("%s.%s.cache = %s cannot be asked: %s", engine.role, engine.name, url, problem)
         self._tokens.pop(engine.name, None)
 
     async def _ask(

@@ -60,26 +60,26 @@ def extract_documents(
     if len(texts) > MAX_DOCUMENTS:
         raise BadRequest(f"{len(texts)} documents, want at most {MAX_DOCUMENTS}")
     asked = replace(asked, body=body)
-    found = tuple(text for text in texts if text)
-    given = asked.params.get(requests.FIELD)
-    if given is False or (given is None and not found):
+    marked_texts = tuple(text for text in texts if text)
+    requested = asked.params.get(requests.FIELD)
+    if requested is False or (requested is None and not marked_texts):
         return asked, MarkedDocuments()
     if limits is None:
         raise BadRequest("blend: this router blends nothing; its settings have no table [blend]")
     if isinstance(body.get("prompt"), list) and asked.prompt_ids is None:
         raise BadRequest("blend: want one prompt")
-    blend = {} if given is None else given
+    blend = {} if requested is None else requested
     prefix = None
     if isinstance(blend, dict) and isinstance(blend.get("prefix"), str):
         prefix = _prefix(blend["prefix"], asked)
         blend = {name: value for name, value in blend.items() if name != "prefix"}
-    _check_blend(blend, asked, limits, marked=bool(found))
-    return asked.with_blend(blend), MarkedDocuments(found, prefix)
+    _check_blend(blend, asked, limits, marked=bool(marked_texts))
+    return asked.with_blend(blend), MarkedDocuments(marked_texts, prefix)
 
 
 def _extract_from_message(
     message: Mapping[str, Any],
-    where: str,
+    field_path: str,
     limits: BlendLimits | None,
     text_of: Callable[[str], str | None],
     texts: list[str],
@@ -89,35 +89,35 @@ def _extract_from_message(
     content = message.get("content")
     marks = None if limits is None or message.get("role") == "assistant" else limits.marks
     if isinstance(content, str) and marks is not None:
-        return {**message, "content": _remove_marks(content, marks, where, texts)}
+        return {**message, "content": _remove_marks(content, marks, field_path, texts)}
     if not isinstance(content, list):
         return message
     parts: list[Any] = []
     for number, part in enumerate(content):
-        inside = f"{where}[{number}]"
+        part_path = f"{field_path}[{number}]"
         kind = part.get("type") if isinstance(part, dict) else None
         if kind == "document":
             if limits is None:
-                raise BadRequest(f"{inside}: a document; this router's settings have no table [blend]")
-            texts.append(_text_of(part, inside, text_of))
+                raise BadRequest(f"{part_path}: a document; this router's settings have no table [blend]")
+            texts.append(_text_of(part, part_path, text_of))
             part = {"type": "text", "text": texts[-1]}
         elif kind == "text" and marks is not None and isinstance(part.get("text"), str):
-            part = {**part, "text": _remove_marks(part["text"], marks, inside, texts)}
+            part = {**part, "text": _remove_marks(part["text"], marks, part_path, texts)}
         parts.append(part)
     return {**message, "content": parts}
 
 
-def _text_of(part: Body, where: str, text_of: Callable[[str], str | None]) -> str:
+def _text_of(part: Body, field_path: str, text_of: Callable[[str], str | None]) -> str:
     """Return the text of a document's content part."""
     text, name = part.get("text"), part.get("id")
     if isinstance(text, str) and name is None:
         return text
     if not isinstance(name, str) or text is not None:
-        raise BadRequest(f"{where}: want the document's text, or the id of one that was posted")
-    found = text_of(name)
-    if found is None:
-        raise BadRequest(f"{where}.id = {shown(name)}: no text was posted with this id, model and salt")
-    return found
+        raise BadRequest(f"{field_path}: want the document's text, or the id of one that was posted")
+    posted_text = text_of(name)
+    if posted_text is None:
+        raise BadRequest(f"{field_path}.id = {shown(name)}: no text was posted with this id, model and salt")
+    return posted_text
 
 
 def _extract_from_prompt(prompt: Any, marks: tuple[str, str], texts: list[str]) -> Any:
@@ -130,28 +130,30 @@ def _extract_from_prompt(prompt: Any, marks: tuple[str, str], texts: list[str]) 
     return prompt
 
 
-def _remove_marks(text: str, marks: tuple[str, str], where: str, texts: list[str]) -> str:
+def _remove_marks(text: str, marks: tuple[str, str], field_path: str, texts: list[str]) -> str:
     """Return `text` without marks; append the marked texts to `texts`."""
     begin, end = marks
     pieces = re.split(f"({re.escape(begin)}|{re.escape(end)})", text)
-    inside = False
+    in_document = False
     for piece, mark in itertools.zip_longest(pieces[::2], pieces[1::2]):
-        if inside:
+        if in_document:
             texts.append(piece)
         if mark is None:
             break
-        if (mark == begin) == inside:
-            raise BadRequest(f"{where}: {mark!r} {'within a document' if inside else f'without {begin!r}'}")
-        inside = not inside
-    if inside:
-        raise BadRequest(f"{where}: {begin!r} without {end!r}")
+        if (mark == begin) == in_document:
+            raise BadRequest(
+                f"{field_path}: {mark!r} {'within a document' if in_document else f'without {begin!r}'}"
+            )
+        in_document = not in_document
+    if in_document:
+        raise BadRequest(f"{field_path}: {begin!r} without {end!r}")
     return "".join(pieces[::2])
 
 
-def _check_blend(blend: Any, asked: ParsedRequest, limits: BlendLimits, *, marked: bool) -> None:
+def _check_blend(blend: Any, request: ParsedRequest, limits: BlendLimits, *, marked: bool) -> None:
     """Raise BadRequest if a `blend` object is wrong or not allowed.
     `marked`: the text has marked documents."""
-    ids = asked.prompt_ids
+    ids = request.prompt_ids
     try:
         fields = requests.read(blend, limits.least_ratio, limits.methods)
         requests.check_spans(fields, None if ids is None else len(ids))
@@ -160,19 +162,19 @@ def _check_blend(blend: Any, asked: ParsedRequest, limits: BlendLimits, *, marke
     if len(fields.documents or ()) > MAX_DOCUMENTS:
         raise BadRequest(f"{len(fields.documents or ())} documents, want at most {MAX_DOCUMENTS}")
     if marked and (fields.documents is not None or fields.prefix is not None):
-        where = f"{requests.WHERE}.{'documents' if fields.documents is not None else 'prefix'}"
+        field_path = f"{requests.WHERE}.{'documents' if fields.documents is not None else 'prefix'}"
         raise BadRequest(
-            f"{where}: in tokens, but documents are marked in the text; leave out one of the two"
+            f"{field_path}: in tokens, but documents are marked in the text; leave out one of the two"
         )
 
 
-def _prefix(prefix: str, asked: ParsedRequest) -> list[Body] | str:
+def _prefix(prefix: str, request: ParsedRequest) -> list[Body] | str:
     """Return what a prefix stands for: the first messages of a chat, or the beginning of a text."""
-    where = f"{requests.WHERE}.prefix = {shown(prefix)}"
-    if asked.kind == "chat":
+    field_path = f"{requests.WHERE}.prefix = {shown(prefix)}"
+    if request.kind == "chat":
         if prefix != "system":
-            raise BadRequest(f'{where}: want "system" in a chat, or a number of tokens')
-        return list(itertools.takewhile(lambda m: m.get("role") in _SYSTEM, asked.body["messages"]))
-    if not str(asked.body.get("prompt")).startswith(prefix) or asked.prompt_ids is not None:
-        raise BadRequest(f"{where}: want a text with which the prompt begins, or a number of tokens")
+            raise BadRequest(f'{field_path}: want "system" in a chat, or a number of tokens')
+        return list(itertools.takewhile(lambda m: m.get("role") in _SYSTEM, request.body["messages"]))
+    if not str(request.body.get("prompt")).startswith(prefix) or request.prompt_ids is not None:
+        raise BadRequest(f"{field_path}: want a text with which the prompt begins, or a number of tokens")
     return prefix

@@ -89,14 +89,14 @@ class ParsedRequest:
     @property
     def model(self) -> str | None:
         """Name of the model or adapter; None: the engine's default."""
-        given = self.body.get("model")
-        return given if isinstance(given, str) else None
+        model = self.body.get("model")
+        return model if isinstance(model, str) else None
 
     @property
     def salt(self) -> str:
         """Cache salt, which keeps its KV apart; empty if there is none."""
-        given = self.body.get("cache_salt")
-        return given if isinstance(given, str) else ""
+        salt = self.body.get("cache_salt")
+        return salt if isinstance(salt, str) else ""
 
     @property
     def streams(self) -> bool:
@@ -105,8 +105,8 @@ class ParsedRequest:
     @cached_property
     def single(self) -> bool:
         """True if the request has one prompt and asks for one answer."""
-        given = (self.body.get(name) for name in _PROMPTS[self.kind])
-        several = any(isinstance(prompt, list) and not _are_token_ids(prompt) for prompt in given)
+        prompts = (self.body.get(name) for name in _PROMPTS[self.kind])
+        several = any(isinstance(prompt, list) and not _are_token_ids(prompt) for prompt in prompts)
         return not several and all((self.body.get(name) or 1) == 1 for name in ("n", "best_of"))
 
     @cached_property
@@ -125,9 +125,9 @@ class ParsedRequest:
     def can_disaggregate(self) -> bool:
         """True if P can compute the prompt for a D.
         This takes a single answer without output about the prompt, and no blending, which only D does."""
-        own = ("echo", "use_beam_search", "prompt_logprobs", "prompt_embeds")
-        asked = [self.body.get(name) for name in own]  # (prompt_logprobs = 0 still asks for logprobs)
-        return not self.blends and self.single and all(value is None or value is False for value in asked)
+        names = ("echo", "use_beam_search", "prompt_logprobs", "prompt_embeds")
+        values = [self.body.get(name) for name in names]  # (prompt_logprobs = 0 still asks for logprobs)
+        return not self.blends and self.single and all(value is None or value is False for value in values)
 
     @property
     def blends(self) -> bool:
@@ -142,11 +142,11 @@ class ParsedRequest:
     @property
     def max_tokens(self) -> int | None:
         """Maximum length of the answer in tokens; None: limited by the model's context."""
-        given: int | None = self.body.get("max_tokens")
+        max_tokens: int | None = self.body.get("max_tokens")
         if self.kind == "completions":
-            return _DEFAULT_MAX_TOKENS if given is None else given
-        longest: int | None = self.body.get("max_completion_tokens")
-        return given if longest is None else longest
+            return _DEFAULT_MAX_TOKENS if max_tokens is None else max_tokens
+        max_completion_tokens: int | None = self.body.get("max_completion_tokens")
+        return max_tokens if max_completion_tokens is None else max_completion_tokens
 
     @property
     def includes_usage(self) -> bool:
@@ -183,10 +183,10 @@ def parse(kind: Kind, raw: bytes) -> ParsedRequest:
     Raises BadRequest if it is not a JSON object, has too many values, or a field has the wrong type."""
     body = read_body(raw)
     params = _client_params(body)
-    for name, wanted in _TYPES.items():
+    for name, expected in _TYPES.items():
         value = body.get(name)
-        if value is not None and type(value) is not wanted:
-            raise BadRequest(f"{name} = {shown(value)}: want {wanted.__name__}")
+        if value is not None and type(value) is not expected:
+            raise BadRequest(f"{name} = {shown(value)}: want {expected.__name__}")
         if type(value) is int and abs(value) > MAX_INTEGER:
             raise BadRequest(f"{name} = {shown(value)}: want at most {MAX_INTEGER}")
     if kind == "chat":
@@ -201,20 +201,20 @@ def parse(kind: Kind, raw: bytes) -> ParsedRequest:
 def _client_params(body: Body) -> Body:
     """Take the client's `kv_transfer_params` out of `body`. Mutates it.
     Raises BadRequest if a field is for the router to set."""
-    given = body.pop(_PARAMS, None) or {}
+    params = body.pop(_PARAMS, None) or {}
     for name in _CLIENT_PARAMS:
         if name in body:  # engines would ignore it there, "store": false included
             raise BadRequest(f"{name}: want it in {_PARAMS}")
-    if not isinstance(given, dict):
-        raise BadRequest(f"{_PARAMS} = {shown(given)}: want an object of {', '.join(_CLIENT_PARAMS)}")
-    extra = body.get("vllm_xargs")
-    refused = [f"{_PARAMS}.{name}" for name in given if name not in _CLIENT_PARAMS]
+    if not isinstance(params, dict):
+        raise BadRequest(f"{_PARAMS} = {shown(params)}: want an object of {', '.join(_CLIENT_PARAMS)}")
+    xargs = body.get("vllm_xargs")
+    refused = [f"{_PARAMS}.{name}" for name in params if name not in _CLIENT_PARAMS]
     for name in _CONNECTOR_FIELDS:
         refused += [name] if body.get(name) is not None else []
-        refused += [f"vllm_xargs.{name}"] if isinstance(extra, dict) and name in extra else []
+        refused += [f"vllm_xargs.{name}"] if isinstance(xargs, dict) and name in xargs else []
     if refused:
         raise BadRequest(f"{refused[0]:.80}: not for clients; leave it out")
-    return {name: value for name, value in given.items() if value is not None}
+    return {name: value for name, value in params.items() if value is not None}
 
 
 def check_request_policy(asked: ParsedRequest, limits: RequestLimits | None) -> None:
@@ -222,11 +222,11 @@ def check_request_policy(asked: ParsedRequest, limits: RequestLimits | None) -> 
     policy = asked.params.get(requests.FIELD)
     if policy is None:
         return
-    where = f"{_PARAMS}.{requests.FIELD}"
+    field_path = f"{_PARAMS}.{requests.FIELD}"
     if limits is None:
-        raise BadRequest(f"{where}: this router accepts none; its settings have no table [requests]")
+        raise BadRequest(f"{field_path}: this router accepts none; its settings have no table [requests]")
     try:
-        requests.read(policy, limits, where, "requests")
+        requests.read(policy, limits, field_path, "requests")
     except ConfigError as error:
         raise BadRequest(str(error)) from error
 
@@ -234,8 +234,8 @@ def check_request_policy(asked: ParsedRequest, limits: RequestLimits | None) -> 
 def session_of(asked: ParsedRequest, header: str | None) -> str:
     """Return a name for the request's conversation: 32 hex digits.
     It is a digest of the header, `session_id` or `user`; without these, of how the prompt begins."""
-    named = (header, asked.body.get("session_id"), asked.body.get("user"))
-    name = next((given for given in named if isinstance(given, str) and given), None)
+    candidates = (header, asked.body.get("session_id"), asked.body.get("user"))
+    name = next((candidate for candidate in candidates if isinstance(candidate, str) and candidate), None)
     key = f"opening {_opening(asked)}" if name is None else f"named {name}"
     return hashlib.blake2b(key.encode(errors="backslashreplace"), digest_size=16).hexdigest()
 
@@ -247,9 +247,9 @@ def estimated_tokens(asked: ParsedRequest) -> int:
     if asked.kind == "chat":
         return sum(len(_text_of(m)) for m in asked.body["messages"]) // _CHARS_PER_TOKEN
     prompt = asked.body.get("prompt")
-    parts = prompt if isinstance(prompt, list) else [prompt]
-    texts = sum(len(part) for part in parts if isinstance(part, str))
-    return texts // _CHARS_PER_TOKEN + sum(len(part) for part in parts if isinstance(part, list))
+    entries = prompt if isinstance(prompt, list) else [prompt]
+    chars = sum(len(entry) for entry in entries if isinstance(entry, str))
+    return chars // _CHARS_PER_TOKEN + sum(len(entry) for entry in entries if isinstance(entry, list))
 
 
 def tokenize_body(asked: ParsedRequest) -> Body:
@@ -258,7 +258,7 @@ def tokenize_body(asked: ParsedRequest) -> Body:
 
 
 def documents_of(asked: ParsedRequest, ids: Sequence[int]) -> Iterator[tuple[Sequence[int], int, int]]:
-    """Yield (tokens before it, start, stop) of each document: those it was computed behind, and its span."""
+    """Yield (before, start, stop) of each document: the tokens that it was computed behind, and its span."""
     blend = asked.params.get(BLEND) or {}
     prefix, spans = ids[: blend.get("prefix") or 0], blend.get("documents") or ()
     joints = blend.get("joints") or ((),) * len(spans)
@@ -288,15 +288,15 @@ def decode_body(asked: ParsedRequest, params: Mapping[str, Any] | None) -> Body:
     return _with_prompt(asked, body, params)
 
 
-def _with_prompt(asked: ParsedRequest, body: Body, params: Mapping[str, Any] | None) -> Body:
-    given = {**(params or {}), **asked.params}
-    if asked.token_ids is not None:
-        if asked.kind == "completions":
-            body["prompt"] = list(asked.token_ids)
+def _with_prompt(request: ParsedRequest, body: Body, params: Mapping[str, Any] | None) -> Body:
+    merged = {**(params or {}), **request.params}
+    if request.token_ids is not None:
+        if request.kind == "completions":
+            body["prompt"] = list(request.token_ids)
         else:  # vLLM takes them in place of what it would render from the messages
-            given["prompt_token_ids"] = list(asked.token_ids)
-    if given:
-        body[_PARAMS] = given
+            merged["prompt_token_ids"] = list(request.token_ids)
+    if merged:
+        body[_PARAMS] = merged
     return body
 
 
@@ -332,23 +332,23 @@ def read_json(raw: bytes | bytearray) -> Any:
     Raises ValueError if it is not such JSON."""
     too_deep = f"it is nested over {MAX_DEPTH} deep"
     try:
-        found = json.loads(raw.decode("utf-8-sig"), parse_float=_finite, parse_constant=_finite)
+        value = json.loads(raw.decode("utf-8-sig"), parse_float=_finite, parse_constant=_finite)
     except RecursionError as error:
         raise ValueError(too_deep) from error
-    if raw.count(b"[") + raw.count(b"{") > MAX_DEPTH and _depth(found) > MAX_DEPTH:
+    if raw.count(b"[") + raw.count(b"{") > MAX_DEPTH and _depth(value) > MAX_DEPTH:
         raise ValueError(too_deep)
-    return found
+    return value
 
 
 def read_object(raw: bytes) -> Body:
     """Parse an engine's JSON object. Raises ValueError if it is not one."""
     try:
-        found = read_json(raw)
+        value = read_json(raw)
     except ValueError as error:
         raise ValueError(f"it sent no JSON: {error}") from error
-    if not isinstance(found, dict):
-        raise ValueError(f"it sent a JSON {type(found).__name__}, want an object")
-    return found
+    if not isinstance(value, dict):
+        raise ValueError(f"it sent a JSON {type(value).__name__}, want an object")
+    return value
 
 
 def read_answer(asked: ParsedRequest, raw: bytes) -> Body:
@@ -420,7 +420,7 @@ def error_body(status: int, message: str) -> Body:
     return {"error": {"message": message, "type": kind, "param": None, "code": status}}
 
 
-def _check_choices(asked: ParsedRequest, answer: Body, field_name: str) -> None:
+def _check_choices(request: ParsedRequest, answer: Body, field_name: str) -> None:
     """Check the fields of an answer, or of an event, that are read here and in `answers`.
 
     Args:
@@ -434,8 +434,8 @@ def _check_choices(asked: ParsedRequest, answer: Body, field_name: str) -> None:
     choices = answer.get("choices")
     if not isinstance(choices, list) or not all(isinstance(choice, dict) for choice in choices):
         raise ValueError(f"choices = {shown(choices)}: want a list of objects")
-    if len(choices) > asked.most_choices:
-        raise ValueError(f"{len(choices)} choices, want at most {asked.most_choices}")
+    if len(choices) > request.most_choices:
+        raise ValueError(f"{len(choices)} choices, want at most {request.most_choices}")
     _want(answer, "usage", dict)
     for name in ("prompt_tokens", "completion_tokens", "total_tokens"):
         _want(answer.get("usage") or {}, name, int)
@@ -447,9 +447,9 @@ def _check_choices(asked: ParsedRequest, answer: Body, field_name: str) -> None:
                 raise ValueError(f"{name} = {shown(ids)}: want token ids")
     for choice in choices:
         _want(choice, "finish_reason", str)
-        if (_want(choice, "index", int) or 0) >= asked.most_choices:
-            raise ValueError(f"index = {choice['index']}: want less than {asked.most_choices}")
-        if asked.kind == "chat":
+        if (_want(choice, "index", int) or 0) >= request.most_choices:
+            raise ValueError(f"index = {choice['index']}: want less than {request.most_choices}")
+        if request.kind == "chat":
             message = _want(choice, field_name, dict)
             for name, kind in (("role", str), ("content", str), ("tool_calls", list)):
                 _want(message or {}, name, kind)
@@ -482,8 +482,8 @@ def _depth(value: Any) -> int:
     depth, level = 0, [value] if isinstance(value, dict | list) else []
     while level:
         depth += 1
-        insides = (outer.values() if isinstance(outer, dict) else outer for outer in level)
-        level = [inner for inside in insides for inner in inside if isinstance(inner, dict | list)]
+        contents = (outer.values() if isinstance(outer, dict) else outer for outer in level)
+        level = [inner for content in contents for inner in content if isinstance(inner, dict | list)]
     return depth
 
 
@@ -491,14 +491,14 @@ def _are_token_ids(prompt: list[Any]) -> bool:
     return bool(prompt) and all(type(token) is int for token in prompt)
 
 
-def _opening(asked: ParsedRequest) -> str:
-    """Return what all requests of a conversation share: the first messages, or the prompt's beginning."""
-    model = asked.body.get("model")
-    if asked.kind == "chat":
-        messages = asked.body["messages"]
+def _opening(request: ParsedRequest) -> str:
+    """Return what requests of one conversation share: the first messages, or the prompt's beginning."""
+    model = request.body.get("model")
+    if request.kind == "chat":
+        messages = request.body["messages"]
         first = next((i for i, m in enumerate(messages) if m.get("role") == "user"), len(messages))
         return json.dumps([model, messages[: first + 1]], sort_keys=True)
-    prompt = asked.body.get("prompt")
+    prompt = request.body.get("prompt")
     if isinstance(prompt, str):
         return json.dumps([model, prompt[:_OPENING_CHARS]])
     return json.dumps([model, (prompt or [])[:_OPENING_TOKENS]])

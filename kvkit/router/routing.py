@@ -37,8 +37,8 @@ def measured(tokens_per_s: float | None, tokens: int, seconds: float) -> float |
     """Return a speed updated with a sample; new samples weigh most. None: no sample was large enough."""
     if tokens < MIN_SAMPLE_TOKENS or seconds <= 0:
         return tokens_per_s
-    seen = tokens / seconds
-    return seen if tokens_per_s is None else tokens_per_s + _NEWEST * (seen - tokens_per_s)
+    sample = tokens / seconds
+    return sample if tokens_per_s is None else tokens_per_s + _NEWEST * (sample - tokens_per_s)
 
 
 @dataclass(frozen=True, slots=True)
@@ -136,18 +136,18 @@ def decide(
     if not decodes:
         raise ValueError("decodes: none given, want at least one")
     decode = choose_decode(decodes, session=session, last=last, limits=limits)
-    new = decode.new_tokens(prompt_tokens)
+    new_tokens = decode.new_tokens(prompt_tokens)
     if not suitable:
-        return Decision(decode.name, None, RouteReason.UNSUITABLE, new)
-    if new <= max(limits.direct_tokens, limits.direct_share * prompt_tokens):
-        return Decision(decode.name, None, RouteReason.LITTLE_NEW, new)
+        return Decision(decode.name, None, RouteReason.UNSUITABLE, new_tokens)
+    if new_tokens <= max(limits.direct_tokens, limits.direct_share * prompt_tokens):
+        return Decision(decode.name, None, RouteReason.LITTLE_NEW, new_tokens)
     if not prefills:
-        return Decision(decode.name, None, RouteReason.NO_PREFILL, new)
+        return Decision(decode.name, None, RouteReason.NO_PREFILL, new_tokens)
     prefill = choose_prefill(prefills, prompt_tokens, session=session)
-    alone_s = direct_seconds(decode, prompt_tokens)
-    over_s = prefill_seconds(prefill, decode, prompt_tokens)
-    if alone_s is not None and over_s is not None and over_s > limits.max_slowdown * alone_s:
-        return Decision(decode.name, None, RouteReason.SLOW_PREFILL, new)
+    direct_s = direct_seconds(decode, prompt_tokens)
+    prefill_s = prefill_seconds(prefill, decode, prompt_tokens)
+    if direct_s is not None and prefill_s is not None and prefill_s > limits.max_slowdown * direct_s:
+        return Decision(decode.name, None, RouteReason.SLOW_PREFILL, new_tokens)
     return Decision(decode.name, prefill.name, RouteReason.MUCH_NEW, prefill.new_tokens(prompt_tokens))
 
 
@@ -160,14 +160,14 @@ def choose_decode(
     over `limits.direct_tokens` more of the prompt. A new conversation goes to the D that holds most of the
     prompt, and among equals to the one with the fewest requests.
     """
-    least = min(d.requests for d in decodes)
-    even = [d for d in decodes if d.requests - least <= limits.spread]
-    best = max(even, key=lambda d: (d.held_tokens or 0, -d.requests, _rank(session, d.name)))
-    previous = next((d for d in even if d.name == last), None)
+    min_requests = min(d.requests for d in decodes)
+    eligible = [d for d in decodes if d.requests - min_requests <= limits.spread]
+    best = max(eligible, key=lambda d: (d.held_tokens or 0, -d.requests, _rank(session, d.name)))
+    previous = next((d for d in eligible if d.name == last), None)
     if previous is None:
         return best
-    known = previous.held_tokens is not None and best.held_tokens is not None
-    moves = known and (best.held_tokens or 0) - (previous.held_tokens or 0) > limits.direct_tokens
+    both_known = previous.held_tokens is not None and best.held_tokens is not None
+    moves = both_known and (best.held_tokens or 0) - (previous.held_tokens or 0) > limits.direct_tokens
     return best if moves else previous
 
 
@@ -175,11 +175,11 @@ def choose_prefill(prefills: Sequence[Candidate], prompt_tokens: int, *, session
     """Choose the P that finishes first, by its waiting tokens and its speed.
     A P without a measured speed counts as fast as the others on average."""
     speeds = [p.prefill for p in prefills if p.prefill is not None]
-    usual = sum(speeds) / len(speeds) if speeds else 1.0
+    mean_speed = sum(speeds) / len(speeds) if speeds else 1.0
 
     def done(p: Candidate) -> tuple[float, int, int]:
         tokens = p.waiting_tokens + p.new_tokens(prompt_tokens)
-        return tokens / (p.prefill or usual), p.requests, -_rank(session, p.name)
+        return tokens / (p.prefill or mean_speed), p.requests, -_rank(session, p.name)
 
     return min(prefills, key=done)
 

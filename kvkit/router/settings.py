@@ -97,11 +97,13 @@ class EngineConfig(BaseModel):
         """Return (name, settings, rank) of each data parallel rank; rank None: there is only one."""
         if self.data_parallel == 1:
             return [(name, self, None)]
-        apart = {"cache": self.workers, "events": 1, "replay": 1}
+        port_steps = {"cache": self.workers, "events": 1, "replay": 1}
         return [
             (
                 f"{name}/{rank}",
-                self.model_copy(update={n: _shifted(getattr(self, n), rank * by) for n, by in apart.items()}),
+                self.model_copy(
+                    update={n: _shifted(getattr(self, n), rank * step) for n, step in port_steps.items()}
+                ),
                 rank,
             )
             for rank in range(self.data_parallel)
@@ -192,8 +194,8 @@ class RouterConfig(RoutingLimits):
             if engine.replay is not None and engine.events is None:
                 raise ValueError(f"{name}.replay: given without {name}.events")
             for field in ("cache", "events", "replay") if engine.data_parallel > 1 else ():
-                if (given := getattr(engine, field)) and not re.search(r":[0-9]+$", given):
-                    raise ValueError(f"{name}.{field} = {given!r}: want HOST:PORT with data_parallel")
+                if (address := getattr(engine, field)) and not re.search(r":[0-9]+$", address):
+                    raise ValueError(f"{name}.{field} = {address!r}: want HOST:PORT with data_parallel")
             if engine.data_parallel > 1 and engine.handoff is not None:
                 raise ValueError(f"{name}.handoff: want none with data_parallel: its ranks would share it")
         return self
@@ -214,8 +216,8 @@ def read_router_config(path: Path | None = None, **settings: Any) -> RouterConfi
     Raises ConfigError if the file cannot be read, or a setting is unknown or impossible."""
     values = {} if path is None else read_toml(path)
     for name, value in settings.items():
-        added = isinstance(value, Mapping) and isinstance(values.get(name), Mapping)
-        values[name] = {**values[name], **value} if added else value
+        merges = isinstance(value, Mapping) and isinstance(values.get(name), Mapping)
+        values[name] = {**values[name], **value} if merges else value
     try:
         return RouterConfig(**values)
     except ValidationError as error:
@@ -225,21 +227,21 @@ def read_router_config(path: Path | None = None, **settings: Any) -> RouterConfi
 def engines(given: list[str], role: str) -> dict[str, dict[str, str]]:
     """Parse engines of the command line, each [NAME=]URL[,SETTING=VALUE]..., into settings by name.
     Raises ConfigError if two have the same name, or text after a comma is not a setting."""
-    found: dict[str, dict[str, str]] = {}
+    parsed: dict[str, dict[str, str]] = {}
     for text in given:
-        where, *settings = text.split(",")
-        named = "=" in where.partition("://")[0]
-        name, _, url = where.partition("=") if named else (_address(where), "", where)
-        if name in found:
+        target, *settings = text.split(",")
+        has_name = "=" in target.partition("://")[0]
+        name, _, url = target.partition("=") if has_name else (_address(target), "", target)
+        if name in parsed:
             raise ConfigError(f"--{role} {text}: there is a {name!r} already")
-        found[name] = {"url": url}
+        parsed[name] = {"url": url}
         for setting in settings:
             key, equals, value = setting.partition("=")
-            if not equals or key in found[name]:
+            if not equals or key in parsed[name]:
                 known = ", ".join(EngineConfig.model_fields)
                 raise ConfigError(f"--{role} {text}: {setting!r}: want SETTING=VALUE once each, of {known}")
-            found[name][key] = value
-    return found
+            parsed[name][key] = value
+    return parsed
 
 
 def _address(url: str) -> str:

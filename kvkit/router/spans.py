@@ -48,26 +48,26 @@ def find_spans(
         (start, stop) of each document, ascending and without overlap: its tokens in the prompt, except a few
         at its end at most. None: the document is too short or not found.
     """
-    raw, spans = tokens_of(prompt), list[tuple[int, int] | None]()
-    whole = raw.tobytes()
+    prompt_tokens, spans = tokens_of(prompt), list[tuple[int, int] | None]()
+    prompt_bytes = prompt_tokens.tobytes()
     for ids in documents:
-        sure = len(ids) - min(_LOOSE_END, len(ids) // 2)
-        start = _index(whole, ids[:sure].tobytes(), first) if len(ids) >= LEAST_TOKENS else -1
+        stable_count = len(ids) - min(_LOOSE_END, len(ids) // 2)
+        start = _index(prompt_bytes, ids[:stable_count].tobytes(), first) if len(ids) >= LEAST_TOKENS else -1
         if start >= 0:
-            first = start + _common(raw[start : start + len(ids)], ids)
+            first = start + _common(prompt_tokens[start : start + len(ids)], ids)
         spans.append((start, first) if start >= 0 else None)
     return spans
 
 
 def _common(*sequences: Iterable[int]) -> int:
     """Return the number of leading tokens that all sequences share."""
-    same = itertools.takewhile(lambda column: len(set(column)) == 1, zip(*sequences, strict=False))
-    return sum(1 for _ in same)
+    shared = itertools.takewhile(lambda column: len(set(column)) == 1, zip(*sequences, strict=False))
+    return sum(1 for _ in shared)
 
 
-def _index(whole: bytes, part: bytes, first: int) -> int:
-    """Return the token index in `whole`, from `first` on, at which `part` begins; -1: not found."""
-    at = whole.find(part, first * _TOKEN_BYTES)
-    while at > 0 and at % _TOKEN_BYTES:
-        at = whole.find(part, at + 1)
-    return at // _TOKEN_BYTES
+def _index(data: bytes, pattern: bytes, first: int) -> int:
+    """Return the token index in `data`, from `first` on, at which `pattern` begins; -1: not found."""
+    offset = data.find(pattern, first * _TOKEN_BYTES)
+    while offset > 0 and offset % _TOKEN_BYTES:
+        offset = data.find(pattern, offset + 1)
+    return offset // _TOKEN_BYTES

@@ -110,8 +110,8 @@ class Tokenizer:
 
     async def document(self, model: str | None, text: str, headers: Headers) -> TokenArray:
         """Return the tokens of a document that do not depend on the text before it. Raises as `ids`."""
-        named = {} if model is None else {"model": model}
-        bodies = [{**named, "prompt": before + text, "add_special_tokens": False} for before in BEFORE]
+        model_field = {} if model is None else {"model": model}
+        bodies = [{**model_field, "prompt": before + text, "add_special_tokens": False} for before in BEFORE]
         return await self._shared(["document", bodies[0]], common_end, bodies, headers)
 
     async def prefix(self, asked: Mapping[str, Any], prefix: Prefix, headers: Headers) -> TokenArray:
@@ -151,63 +151,63 @@ class Tokenizer:
             return asked, None
         try:
             async with asyncio.timeout(self._timeout_s):
-                ids, documents, before, known = await self._tokens_of(asked, marked, headers)
+                ids, documents, prefix_tokens, joints = await self._tokens_of(asked, marked, headers)
         except (NoTokens, Refused) as error:
             log.warning("not blended: /tokenize: %s", error)
             return asked.with_blend(None), None
         except TimeoutError:
             log.warning("not blended: /tokenize: not all answers within %g s", self._timeout_s)
             return asked.with_blend(None), None
-        begins = ids[: len(before)] == tuple(before)
-        first = len(before) if begins else 0
-        found = zip(find_spans(ids, documents, first), known, strict=True)
-        spans = {span: joint.tolist() for span, joint in found if span}
+        has_prefix = ids[: len(prefix_tokens)] == tuple(prefix_tokens)
+        first = len(prefix_tokens) if has_prefix else 0
+        located = zip(find_spans(ids, documents, first), joints, strict=True)
+        spans = {span: joint.tolist() for span, joint in located if span}
         log.info("%d of %d documents found in %d tokens", len(spans), len(documents), len(ids))
         if documents and not spans:
             return asked.with_blend(None), ids
         blend: Body = {**asked.params[BLEND], "prefix": first}
         if spans:
             blend["documents"] = list(map(list, spans))
-        if begins and any(spans.values()):
+        if has_prefix and any(spans.values()):
             blend["joints"] = list(spans.values())
         return asked.with_blend(blend), ids
 
     async def _tokens_of(
-        self, asked: ParsedRequest, marked: MarkedDocuments, headers: Headers
+        self, request: ParsedRequest, marked: MarkedDocuments, headers: Headers
     ) -> tuple[tuple[int, ...], list[TokenArray], TokenArray, list[TokenArray]]:
         """Return the tokens of a prompt, of its documents, of their prefix, and of their joints with it."""
-        model, texts, prefix = asked.model, marked.texts, marked.prefix
-        before, joints = tokens_of(()), [tokens_of(())] * len(texts)
-        ids = await self.ids(openai.tokenize_body(asked), headers)
+        model, texts, prefix = request.model, marked.texts, marked.prefix
+        prefix_tokens, joints = tokens_of(()), [tokens_of(())] * len(texts)
+        ids = await self.ids(openai.tokenize_body(request), headers)
         documents = [await self.document(model, text, headers) for text in texts]
         if prefix is not None:
-            before, joints = await self.prefix(asked.body, prefix, headers), []
+            prefix_tokens, joints = await self.prefix(request.body, prefix, headers), []
             for first in range(0, len(texts), _PER_REQUEST):
-                some = (
-                    self.joint(asked.body, prefix, t, headers) for t in texts[first : first + _PER_REQUEST]
+                batch = (
+                    self.joint(request.body, prefix, t, headers) for t in texts[first : first + _PER_REQUEST]
                 )
-                joints += await asyncio.gather(*some)
-        return ids, documents, before, joints
+                joints += await asyncio.gather(*batch)
+        return ids, documents, prefix_tokens, joints
 
     async def _shared(
         self,
-        what: Sequence[Any],
+        key: Sequence[Any],
         combine: Callable[[Sequence[Sequence[int]]], TokenArray],
         bodies: Sequence[Body],
         headers: Headers,
     ) -> TokenArray:
-        """Tokenize `bodies`, combine the results with `combine`, and cache that under `what`."""
-        name = hashlib.blake2b(json.dumps(what).encode(), digest_size=16).hexdigest()
-        known = self._known.get(name)
-        if known is None:
-            known = combine(await asyncio.gather(*(self.ids(body, headers) for body in bodies)))
-            self._known.put(name, known)
-        return known
+        """Tokenize `bodies`, combine the results with `combine`, and cache that under `key`."""
+        digest = hashlib.blake2b(json.dumps(key).encode(), digest_size=16).hexdigest()
+        tokens = self._known.get(digest)
+        if tokens is None:
+            tokens = combine(await asyncio.gather(*(self.ids(body, headers) for body in bodies)))
+            self._known.put(digest, tokens)
+        return tokens
 
 
-def _beginning(asked: Mapping[str, Any], prefix: Prefix, text: str) -> Body:
+def _beginning(request: Mapping[str, Any], prefix: Prefix, text: str) -> Body:
     """Return the `/tokenize` body for a text directly after a prompt's beginning."""
-    fields = {name: asked[name] for name in _BEGINNING if asked.get(name) is not None}
+    fields = {name: request[name] for name in _BEGINNING if request.get(name) is not None}
     if isinstance(prefix, str):
         return {**fields, "prompt": prefix + text}
     return {**fields, "messages": [*prefix, {"role": "user", "content": text}]}

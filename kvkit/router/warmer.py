@@ -104,9 +104,9 @@ class DocumentWarmer:
         return held is None or held >= known
 
 
-def _carried(asked: ParsedRequest, ids: Sequence[int]) -> Iterator[PostedDocument]:
+def _carried(request: ParsedRequest, ids: Sequence[int]) -> Iterator[PostedDocument]:
     """Yield the prompt's documents that do not directly follow their prefix, without short ones."""
-    for before, start, stop in openai.documents_of(asked, ids):
+    for before, start, stop in openai.documents_of(request, ids):
         if stop - start >= LEAST_TOKENS and tuple(ids[:start]) != tuple(before):
-            texts = tokens_of(before), tokens_of(ids[start:stop])
-            yield PostedDocument(asked.model, asked.salt, *texts, None)
+            tokens = tokens_of(before), tokens_of(ids[start:stop])
+            yield PostedDocument(request.model, request.salt, *tokens, None)

@@ -98,8 +98,8 @@ HANDOFF_MUTANTS = (
     planted(
         "slots of a transfer that was given up go to others before its sender answers",
         RECEIVER,
-        "                    held += [lease.share() for lease in unfilled]\n",
-        "                    held += []\n",
+        "                    unanswered += [lease.share() for lease in unfilled]\n",
+        "                    unanswered += []\n",
     ),
     planted(
         "what a sender did not answer for is kept when it is gone",
@@ -128,7 +128,7 @@ HANDOFF_MUTANTS = (
     planted(
         "what is queued when a link ends is told to nobody",
         LINK,
-        "        for item in left:\n            item.done(error)\n",
+        "        for item in unsent:\n            item.done(error)\n",
         "",
     ),
     planted(
@@ -190,8 +190,8 @@ HANDOFF_MUTANTS = (
     planted(
         "what a short write leaves is taken for sent",
         STREAM,
-        "            left[0] = memoryview(left[0])[sent:]\n",
-        "            left[0] = memoryview(left[0])[max(1, sent):]\n",
+        "            unsent[0] = memoryview(unsent[0])[sent:]\n",
+        "            unsent[0] = memoryview(unsent[0])[max(1, sent):]\n",
     ),
     planted(
         "what a short read leaves is taken for received",

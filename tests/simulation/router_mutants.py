@@ -92,13 +92,13 @@ ROUTER_MUTANTS = (
     planted(
         "who takes an answer over gets tokens whose text the client has again",
         ANSWERS,
-        "        self._position, self._given_tokens = dict(self._aligned), whole\n",
-        "        self._given_tokens = whole\n",
+        "        self._position, self._given_tokens = dict(self._aligned), kept\n",
+        "        self._given_tokens = kept\n",
     ),
     planted(
         "usage that a broken stream still owes is left out",
         DISPATCH,
-        '                    last = b"" if owed is None else openai.event_bytes(owed)\n',
+        '                    last = b"" if usage is None else openai.event_bytes(usage)\n',
         '                    last = b""\n',
     ),
     # who leaves
@@ -126,7 +126,7 @@ ROUTER_MUTANTS = (
     planted(
         "an engine that was started anew is taken for the same",
         EVENTS,
-        "if not same and not self._is_applied(number, batch):\n",
+        "if not verified and not self._is_applied(number, batch):\n",
         "if False:\n",
     ),
     planted(

@@ -7,8 +7,8 @@ The state is the whole buffer, since transfers compete for its slots:
                  +- refused   +-----------+- released, cancelled, peer lost, too late
 
 A reservation is for the whole request: all or nothing, first come, first served. An admitted transfer needs
-no more slots and ends by itself or by its deadline. A waiting transfer holds up no data, commit, cancel or
-release of others. So every transfer that fits the buffer is admitted or refused in finite time.
+no more slots and ends by itself or by its deadline. A waiting transfer never delays the data, commit,
+cancel or release of another. So every transfer that fits the buffer is admitted or refused in finite time.
 Several transfers may be the parts of one request, from several ranks of another engine: they are admitted
 together and end together. `kvkit.handoff.protocol.outgoing` is the other side.
 """
@@ -192,10 +192,12 @@ def reserve(
 
     `of`: request of the transfer; None if the transfer is the whole request.
     """
-    outside = frozenset(i for i, name in enumerate(names) if name in elsewhere)
+    elsewhere_indices = frozenset(i for i, name in enumerate(names) if name in elsewhere)
     of = of or RequestRef(transfer)
     others = [] if of.id == transfer else parts_of(buffer, of.id)
-    wanted = len(names) - len(outside) + sum(len(part.names) - len(part.elsewhere) for part in others)
+    required_slots = (
+        len(names) - len(elsewhere_indices) + sum(len(part.names) - len(part.elsewhere) for part in others)
+    )
     reason = None
     if buffer.closed:
         reason = "the receiver is closing"
@@ -208,13 +210,13 @@ def reserve(
     if reason is not None:
         return buffer, (Deny(transfer, peer, reason),)
     deadline = now + min(deadline_s, buffer.limits.allocation_s)
-    waiting = Incoming(transfer, peer, tuple(names), of, Phase.WAITING, deadline, elsewhere=outside)
+    waiting = Incoming(transfer, peer, tuple(names), of, Phase.WAITING, deadline, elsewhere=elsewhere_indices)
     buffer = _put(buffer, waiting)
     if of.id != transfer:
-        asked = (*buffer.requests.get(of.id, ()), transfer)
-        buffer = replace(buffer, requests={**buffer.requests, of.id: asked})
-    if wanted > buffer.slots:
-        reason = f"{wanted} records do not fit the buffer's {buffer.slots} slots"
+        transfer_ids = (*buffer.requests.get(of.id, ()), transfer)
+        buffer = replace(buffer, requests={**buffer.requests, of.id: transfer_ids})
+    if required_slots > buffer.slots:
+        reason = f"{required_slots} records do not fit the buffer's {buffer.slots} slots"
         return _end(buffer, [waiting], reason, now)
     return _admit(buffer, now)
 
@@ -225,13 +227,13 @@ def arrived(buffer: Buffer, transfer: str, peer: Hashable, index: int, now: floa
     Raises:
         Unexpected: the record has no slot, or has arrived already.
     """
-    found = _receiving(buffer, transfer, peer)
-    if found is None:
+    incoming = _receiving(buffer, transfer, peer)
+    if incoming is None:
         return buffer, ()
-    if index not in found.own or index in found.arrived:
+    if index not in incoming.own or index in incoming.arrived:
         raise Unexpected(f"transfer {transfer}: record {index} is not expected")
     deadline = now + buffer.limits.transfer_s
-    return _put(buffer, replace(found, arrived=found.arrived | {index}, deadline=deadline)), ()
+    return _put(buffer, replace(incoming, arrived=incoming.arrived | {index}, deadline=deadline)), ()
 
 
 def commit(buffer: Buffer, transfer: str, peer: Hashable, missing: Collection[int], now: float) -> Next:
@@ -240,32 +242,35 @@ def commit(buffer: Buffer, transfer: str, peer: Hashable, missing: Collection[in
     Raises:
         Unexpected: `missing` are not exactly the records that have not arrived.
     """
-    found = _receiving(buffer, transfer, peer)
-    if found is None:
+    incoming = _receiving(buffer, transfer, peer)
+    if incoming is None:
         return buffer, ()
-    absent = found.own - found.arrived
+    absent = incoming.own - incoming.arrived
     if absent != frozenset(missing):
         raise Unexpected(f"transfer {transfer}: {len(absent)} records are missing, not {len(missing)}")
-    keep = {index for index in found.arrived if found.names[index] not in buffer.held}
+    keep = {index for index in incoming.arrived if incoming.names[index] not in buffer.held}
     held = Counter(buffer.held)
-    held.update(found.names[index] for index in found.arrived)
-    rest = found.own - keep
-    done = replace(found, phase=Phase.COMMITTED, own=found.arrived)
-    changed = replace(_put(buffer, done), held=held, lent=buffer.lent + len(rest))
-    parts = parts_of(changed, found.of.id)
-    coming = any(part.phase is not Phase.COMMITTED for part in parts)  # `done` waits for them, without limit
-    for part in [done] if coming else parts:
-        changed = _put(changed, replace(part, deadline=math.inf if coming else now + buffer.limits.idle_s))
+    held.update(incoming.names[index] for index in incoming.arrived)
+    rest = incoming.own - keep
+    committed = replace(incoming, phase=Phase.COMMITTED, own=incoming.arrived)
+    changed = replace(_put(buffer, committed), held=held, lent=buffer.lent + len(rest))
+    parts = parts_of(changed, incoming.of.id)
+    # without a deadline: this transfer waits until the other parts are committed
+    incomplete = any(part.phase is not Phase.COMMITTED for part in parts)
+    for part in [committed] if incomplete else parts:
+        changed = _put(
+            changed, replace(part, deadline=math.inf if incomplete else now + buffer.limits.idle_s)
+        )
     changed, admitted = _admit(changed, now)  # transfers waiting for the same records need fewer slots now
     return changed, (Complete(transfer, peer, frozenset(keep), rest), *admitted)
 
 
 def cancel(buffer: Buffer, transfer: str, peer: Hashable, now: float) -> Next:
     """End a transfer that its sender cancelled. Does nothing if it is committed or over."""
-    found = buffer.transfers.get(transfer)
-    if found is None or found.peer != peer or found.phase is Phase.COMMITTED:
+    incoming = buffer.transfers.get(transfer)
+    if incoming is None or incoming.peer != peer or incoming.phase is Phase.COMMITTED:
         return buffer, ()
-    return _end(buffer, [found], "cancelled by its sender", now)
+    return _end(buffer, [incoming], "cancelled by its sender", now)
 
 
 def release(buffer: Buffer, request_id: str, reason: str, now: float) -> Next:
@@ -275,31 +280,31 @@ def release(buffer: Buffer, request_id: str, reason: str, now: float) -> Next:
 
 def parts_of(buffer: Buffer, request_id: str) -> list[Incoming]:
     """Return the transfers of a request that have asked for slots and are not over."""
-    asked = buffer.requests.get(request_id, (request_id,))
-    return [buffer.transfers[transfer] for transfer in asked if transfer in buffer.transfers]
+    transfer_ids = buffer.requests.get(request_id, (request_id,))
+    return [buffer.transfers[transfer] for transfer in transfer_ids if transfer in buffer.transfers]
 
 
 def delete(buffer: Buffer, names: Collection[str]) -> Next:
     """Remove damaged records: no transfer holds them any longer."""
-    gone = tuple(name for name in names if name in buffer.held)
-    if not gone:
+    deleted = tuple(name for name in names if name in buffer.held)
+    if not deleted:
         return buffer, ()
     transfers = {}
     for transfer in buffer.transfers.values():
-        kept = frozenset(i for i in transfer.holds if transfer.names[i] not in gone)
+        kept = frozenset(i for i in transfer.holds if transfer.names[i] not in deleted)
         own = transfer.own & kept if transfer.phase is Phase.COMMITTED else transfer.own
         transfers[transfer.id] = replace(
             transfer, shared=transfer.shared & kept, own=own, arrived=transfer.arrived & own
         )
-    held = {name: count for name, count in buffer.held.items() if name not in gone}
-    changed = replace(buffer, transfers=transfers, held=held, lent=buffer.lent + len(gone))
-    return changed, (Delete(gone),)
+    held = {name: count for name, count in buffer.held.items() if name not in deleted}
+    changed = replace(buffer, transfers=transfers, held=held, lent=buffer.lent + len(deleted))
+    return changed, (Delete(deleted),)
 
 
 def lost(buffer: Buffer, peer: Hashable, now: float) -> Next:
     """End the transfers of a disconnected sender. Committed transfers stay."""
-    gone = [t for t in buffer.transfers.values() if t.peer == peer and t.phase is not Phase.COMMITTED]
-    return _end(buffer, gone, "its sender is gone", now)
+    ending = [t for t in buffer.transfers.values() if t.peer == peer and t.phase is not Phase.COMMITTED]
+    return _end(buffer, ending, "its sender is gone", now)
 
 
 def freed(buffer: Buffer, count: int, now: float) -> Next:
@@ -318,16 +323,16 @@ def expire(buffer: Buffer, now: float) -> Next:
     actions: list[Action] = []
     for phase, reason in reasons.items():
         late = [t for t in buffer.transfers.values() if t.phase is phase and t.deadline <= now]
-        buffer, more = _end(buffer, late, reason, now)
-        actions += more
+        buffer, new_actions = _end(buffer, late, reason, now)
+        actions += new_actions
     return buffer, tuple(actions)
 
 
 def close(buffer: Buffer, now: float, *, at_once: bool) -> Next:
     """Admit no more transfers, and end those that wait; if `at_once`, end all."""
     buffer = replace(buffer, closed=True)
-    gone = [t for t in buffer.transfers.values() if at_once or t.phase is Phase.WAITING]
-    return _end(buffer, gone, "the receiver is closing", now)
+    ending = [t for t in buffer.transfers.values() if at_once or t.phase is Phase.WAITING]
+    return _end(buffer, ending, "the receiver is closing", now)
 
 
 def next_deadline(buffer: Buffer) -> float | None:
@@ -360,10 +365,10 @@ def check_integrity(buffer: Buffer) -> None:
 
 def _receiving(buffer: Buffer, transfer: str, peer: Hashable) -> Incoming | None:
     """Return the receiving transfer; None if it is over, which its sender may not know yet."""
-    found = buffer.transfers.get(transfer)
-    if found is not None and (found.peer != peer or found.phase is not Phase.RECEIVING):
+    incoming = buffer.transfers.get(transfer)
+    if incoming is not None and (incoming.peer != peer or incoming.phase is not Phase.RECEIVING):
         raise Unexpected(f"transfer {transfer}: this peer has no receiving transfer of this id")
-    return found
+    return incoming
 
 
 def _put(buffer: Buffer, transfer: Incoming) -> Buffer:
@@ -379,19 +384,19 @@ def _admit(buffer: Buffer, now: float) -> Next:
             continue
         admitted = []
         for part in parts:
-            inside = [i for i in range(len(part.names)) if i not in part.elsewhere]
-            shared = frozenset(i for i in inside if part.names[i] in buffer.held)
-            own, deadline = frozenset(inside) - shared, now + buffer.limits.transfer_s
+            needed = [i for i in range(len(part.names)) if i not in part.elsewhere]
+            shared = frozenset(i for i in needed if part.names[i] in buffer.held)
+            own, deadline = frozenset(needed) - shared, now + buffer.limits.transfer_s
             admitted.append(replace(part, phase=Phase.RECEIVING, shared=shared, own=own, deadline=deadline))
-        wanted = sum(len(part.own) for part in admitted)
-        if wanted > buffer.free:
+        required_slots = sum(len(part.own) for part in admitted)
+        if required_slots > buffer.free:
             break
         held = Counter(buffer.held)
         for part in admitted:
             held.update(part.names[index] for index in part.shared)
             buffer = _put(buffer, part)
             actions.append(Grant(part.id, part.peer, len(part.names), part.own))
-        buffer = replace(buffer, held=held, free=buffer.free - wanted)
+        buffer = replace(buffer, held=held, free=buffer.free - required_slots)
     return buffer, tuple(actions)
 
 
@@ -407,10 +412,10 @@ def _end(buffer: Buffer, ending: Sequence[Incoming], reason: str, now: float) ->
             reasons.setdefault(part.id, f"another part of it: {reason}")
         requests.pop(transfer.of.id, None)
     actions: list[Action] = []
-    for name, why in reasons.items():
+    for name, part_reason in reasons.items():
         transfer = transfers.pop(name)
         if transfer.phase is Phase.WAITING:
-            actions.append(Deny(transfer.id, transfer.peer, why))
+            actions.append(Deny(transfer.id, transfer.peer, part_reason))
             continue
         holds = [transfer.names[index] for index in sorted(transfer.holds)]
         held.subtract(holds)
@@ -419,7 +424,7 @@ def _end(buffer: Buffer, ending: Sequence[Incoming], reason: str, now: float) ->
             del held[name]
         filling = transfer.own if transfer.phase is Phase.RECEIVING else frozenset()
         lent += len(filling) + len(names)
-        actions.append(End(transfer.id, transfer.peer, why, filling, names))
+        actions.append(End(transfer.id, transfer.peer, part_reason, filling, names))
     changed = replace(buffer, transfers=transfers, held=held, lent=lent, requests=requests)
     changed, admitted = _admit(changed, now)
     return changed, (*actions, *admitted)

@@ -101,21 +101,21 @@ class Acceptor:
         """Wait until there is room for one more peer."""
         while len(strangers := self._left()) >= MAX_STRANGERS and not self._closed.is_set():
             sources = Counter(stranger.source for stranger in strangers)
-            first = max(strangers, key=lambda stranger: sources[stranger.source])  # the oldest one
-            grace_s = first.since + GRACE_S - time.monotonic()
+            evicted = max(strangers, key=lambda stranger: sources[stranger.source])  # the oldest one
+            grace_s = evicted.since + GRACE_S - time.monotonic()
             if grace_s <= 0:
-                log.info("handoff: %s: %s makes room for others", self.address, first.link)
-                first.link.abort()
-            first.link.join(max(grace_s, _PAUSE_S))
+                log.info("handoff: %s: %s makes room for others", self.address, evicted.link)
+                evicted.link.abort()
+            evicted.link.join(max(grace_s, _PAUSE_S))
 
     def _abort_late(self) -> float:
-        """Abort peers that took too long; return in how many seconds the next one may have."""
+        """Abort peers that took too long; return the seconds until the next one may be late."""
         now = time.monotonic()
         wait_s = _ACCEPT_S
         for stranger in self._left():
-            left_s = stranger.since + HANDSHAKE_S - now
-            if left_s > 0:
-                wait_s = min(wait_s, left_s)
+            remaining_s = stranger.since + HANDSHAKE_S - now
+            if remaining_s > 0:
+                wait_s = min(wait_s, remaining_s)
             else:
                 stranger.link.abort()
         return wait_s

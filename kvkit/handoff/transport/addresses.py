@@ -26,10 +26,10 @@ def listen(address: str, *, timeout_s: float, tls: ssl.SSLContext | None = None)
             of a socket.
         OSError: the address is in use, or not one of this host.
     """
-    where = parse(address)
-    if isinstance(where, Path):
-        return unix.LocalListener(where, timeout_s)
-    host, port = where
+    location = parse(address)
+    if isinstance(location, Path):
+        return unix.LocalListener(location, timeout_s)
+    host, port = location
     if _is_nixl(address, tls):
         return nixl.NixlListener(host, port, timeout_s)
     return tcp.TcpListener(host, port, timeout_s, tls)
@@ -46,12 +46,12 @@ def connect(address: str, *, timeout_s: float, tls: ssl.SSLContext | None = None
         ValueError: the address is invalid, or NIXL is missing or given TLS.
         ChannelError: no endpoint listens there, or it did not answer in time.
     """
-    where = parse(address)
-    if isinstance(where, Path):
-        return unix.connect(where, timeout_s)
+    location = parse(address)
+    if isinstance(location, Path):
+        return unix.connect(location, timeout_s)
     if _is_nixl(address, tls):
-        return nixl.connect(*where, timeout_s)
-    return tcp.connect(*where, timeout_s, tls)
+        return nixl.connect(*location, timeout_s)
+    return tcp.connect(*location, timeout_s, tls)
 
 
 def check_secret(address: str, secret: bool) -> None:

@@ -95,7 +95,7 @@ class Channel:
             payload: bytes that go with the body, C-contiguous.
             slot: slot of the peer's arena for the payload. If the channel is `one_sided`, the payload is
                 written there before the body is sent; otherwise it follows the body.
-            more: whether another frame follows at once, so that this one may wait for it or for `flush`: each
+            more: whether another frame follows at once. This frame may then wait for it or for `flush`: each
                 frame that is sent alone wakes the peer.
 
         Raises:
@@ -135,10 +135,10 @@ class Channel:
             ChannelIdle: no frame began within `wait_s` seconds.
             ChannelError: no whole frame arrived. (Frames from before a failed `send` are still returned.)
         """
-        until = time.monotonic() + wait_s
+        idle_deadline = time.monotonic() + wait_s
         with self._receiving:
             while True:
-                body = self._receive(place, until)
+                body = self._receive(place, idle_deadline)
                 if body is not None:
                     return body
 
@@ -177,7 +177,7 @@ class Channel:
     def shutdown(self) -> None:
         """End both directions at once: on both sides, sending and receiving raise `ChannelClosed`."""
         self._ended = True
-        # to the peer this is the end of all writes into its arena; it may have shut down first
+        # this tells the peer that all writes into its arena have ended; it may have shut down first
         with self._writing, suppress(OSError):
             self._stream.socket.shutdown(socket.SHUT_RDWR)
 
@@ -218,9 +218,9 @@ class Channel:
             raise self._failed(error) from error
 
     def _send_held(self, deadline: float, *buffers: memoryview) -> None:
-        held = b"".join(self._held)
+        frames = b"".join(self._held)
         self._held.clear()
-        self._stream.send([held, *buffers] if held else buffers, deadline)
+        self._stream.send([frames, *buffers] if frames else buffers, deadline)
 
     @contextmanager
     def _frame(self) -> Iterator[float]:
@@ -235,14 +235,14 @@ class Channel:
         finally:
             self._sending.release()
 
-    def _receive(self, place: Sink, until: float) -> bytes | None:
+    def _receive(self, place: Sink, idle_deadline: float) -> bytes | None:
         """Return the body of the next frame; None if it is not for the protocol."""
         if self._out_of_step:
             raise ChannelClosed(f"{self.peer}: the channel was shut down")
         begun = False
         try:
             try:
-                begun = self._stream.wait(until - time.monotonic())
+                begun = self._stream.wait(idle_deadline - time.monotonic())
             except TimeoutError as error:
                 if error.errno is not None:
                     raise
@@ -251,9 +251,9 @@ class Channel:
                 raise EOFError
             deadline = time.monotonic() + self.timeout_s
             body_bytes, payload_bytes = HEADER.unpack(self._stream.take(HEADER.size, deadline))
-            most = MAX_BODY_BYTES if self.trusted else MAX_FIRST_BODY_BYTES
-            if body_bytes > most:
-                raise FrameError(f"{self.peer}: a body of {body_bytes} bytes, want at most {most}")
+            limit = MAX_BODY_BYTES if self.trusted else MAX_FIRST_BODY_BYTES
+            if body_bytes > limit:
+                raise FrameError(f"{self.peer}: a body of {body_bytes} bytes, want at most {limit}")
             if payload_bytes and not self.trusted:
                 raise FrameError(f"{self.peer}: a payload before it proved itself")
             body = self._stream.take(body_bytes, deadline)
@@ -299,11 +299,11 @@ class Channel:
 
     def _failed(self, error: OSError | EOFError, cut: bool = False) -> ChannelError:
         """Shut down, and return the error that describes what happened."""
-        here = self._ended
+        ended_here = self._ended
         self.shutdown()
         if isinstance(error, ChannelError):
             return error
-        if here:
+        if ended_here:
             return ChannelClosed(f"{self.peer}: the channel was shut down")
         if isinstance(error, TimeoutError) and error.errno is None:
             return ChannelTimeout(f"{self.peer}: a frame was not complete within {self.timeout_s} s")
@@ -339,7 +339,7 @@ class Listener(ABC):
         with self._accepting:
             try:
                 set_timeout(self._socket, socket.SO_RCVTIMEO, max(wait_s, SHORTEST_S))
-                connection, _ = self._socket.accept()  # shutdown wakes it; it does not wake a poll on AF_UNIX
+                connection, _ = self._socket.accept()  # shutdown wakes accept, but no poll on AF_UNIX
             except BlockingIOError:
                 raise ChannelIdle(f"{self.address}: no peer within {wait_s} s") from None
             except OSError as error:

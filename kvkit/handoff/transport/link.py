@@ -67,9 +67,9 @@ class Identity:
 
     def hello(self) -> Hello:
         """Return a hello for one connection."""
-        of_records = self.namespace, self.layout, self.slot_bytes
+        record_fields = self.namespace, self.layout, self.slot_bytes
         ranks = self.ranks, self.record_ranks
-        return Hello(messages.VERSION, self.node, *of_records, auth.new_nonce(), *ranks, self.draft)
+        return Hello(messages.VERSION, self.node, *record_fields, auth.new_nonce(), *ranks, self.draft)
 
     def check(self, hello: Hello) -> None:
         """Refuse a peer that has no usable records for this node.
@@ -77,19 +77,21 @@ class Identity:
         Raises:
             ChannelError: the peer is refused. The message names both values.
         """
-        mine = self.hello()
-        wants: dict[str, str] = {}
-        if not (both := math.lcm(hello.record_ranks, mine.record_ranks)):
-            wants = dict.fromkeys(("ranks", "record_ranks"), "; want two engines that are divided alike")
-        elif hello.draft != mine.draft:
-            wants = {"draft": "; want both engines with the same draft, or both without"}
-        elif hello.layout != mine.layout:
-            wants = {"record_ranks": f"; want record_ranks = {both} for both"}
-        for name in ("version", *wants, "layout", "namespace", "slot_bytes"):
-            theirs, ours = getattr(hello, name), getattr(mine, name)
-            if theirs != ours:
-                said = f"{name}: node {hello.node!r} has {theirs!r}, {self.node!r} has {ours!r}"
-                raise ChannelError(said + wants.get(name, ""))
+        own = self.hello()
+        advice: dict[str, str] = {}
+        if not (common := math.lcm(hello.record_ranks, own.record_ranks)):
+            advice = dict.fromkeys(("ranks", "record_ranks"), "; want two engines that are divided alike")
+        elif hello.draft != own.draft:
+            advice = {"draft": "; want both engines with the same draft, or both without"}
+        elif hello.layout != own.layout:
+            advice = {"record_ranks": f"; want record_ranks = {common} for both"}
+        for name in ("version", *advice, "layout", "namespace", "slot_bytes"):
+            peer_value, own_value = getattr(hello, name), getattr(own, name)
+            if peer_value != own_value:
+                difference = (
+                    f"{name}: node {hello.node!r} has {peer_value!r}, {self.node!r} has {own_value!r}"
+                )
+                raise ChannelError(difference + advice.get(name, ""))
 
 
 class Handler(Protocol):
@@ -225,7 +227,7 @@ class Link:
         return None if self._channel is None else self._channel.lend(slot, on_return)
 
     def writing(self) -> AbstractContextManager[None]:
-        """As `Channel.writing`, for a link that has given a slot by `lend`."""
+        """As `Channel.writing`, for a link that has lent a slot."""
         assert self._channel is not None
         return self._channel.writing()
 
@@ -249,30 +251,30 @@ class Link:
                 thread.join(timeout_s)
 
     def _enqueue(self, message: messages.Message, item: _Item) -> None:
-        """Queue an item. On errors, the link's threads end it: callers may hold locks that `ended` takes."""
+        """Queue an item. After errors its threads end it: callers may hold locks that `ended` takes."""
         failure: Exception | None = None
         try:
             item.body = encode(message)
         except MessageError as error:
             failure = error
         with self._changed:
-            lost = self._error or self._failure
-            if lost is None:
+            link_error = self._error or self._failure
+            if link_error is None:
                 self._queued_bytes += len(item.body) + ITEM_BYTES
                 if self._queued_bytes > MAX_QUEUED_BYTES:
                     failure = ChannelError(f"{self} does not read its messages")
-                lost = self._failure = failure
-            if lost is None:
+                link_error = self._failure = failure
+            if link_error is None:
                 self._queue.append(item)
             self._changed.notify_all()
             channel = self._channel
-        if lost is not None:
-            item.done(lost)
+        if link_error is not None:
+            item.done(link_error)
         if failure is not None and channel is not None:
             channel.shutdown()
 
-    def _start(self, work: Callable[[], None], way: str) -> None:
-        name = f"kvkit-handoff-{self.number}-{way}"
+    def _start(self, work: Callable[[], None], direction: str) -> None:
+        name = f"kvkit-handoff-{self.number}-{direction}"
         thread = threading.Thread(target=self._run, args=(work,), name=name, daemon=True)
         with self._changed:
             self._users += 1
@@ -345,8 +347,8 @@ class Link:
 
     def _hear(self, channel: Channel) -> None:
         """Receive a message with its payload, and pass it to the handler."""
-        came: list[tuple[Data, Lease | memoryview | None]] = []
-        wrong: list[Exception] = []
+        received: list[tuple[Data, Lease | memoryview | None]] = []
+        errors: list[Exception] = []
 
         def place(body: bytes) -> memoryview | None:
             try:
@@ -354,54 +356,54 @@ class Link:
                 if not isinstance(message, Data):
                     raise Unexpected(f"a payload follows {type(message).__name__}")
                 target = self._handler.payload_target(self, message)
-            except (MessageError, Unexpected) as error:  # raised after the payload, so that the peer hears it
-                wrong.append(error)
+            except (MessageError, Unexpected) as error:
+                errors.append(error)  # raised after the payload, so that the peer gets the error
                 return None
-            came.append((message, target))
+            received.append((message, target))
             return target.buffer[: message.size] if isinstance(target, Lease) else target
 
         try:
             body = channel.receive(place, _IDLE_S)
-            if wrong:
-                raise wrong[0]
-            message = came[0][0] if came else decode(body)
-            if isinstance(message, Data) and message.size and not (came or self.shared):
+            if errors:
+                raise errors[0]
+            message = received[0][0] if received else decode(body)
+            if isinstance(message, Data) and message.size and not (received or self.shared):
                 raise Unexpected(f"transfer {message.transfer}: data without its payload")
             if isinstance(message, Error):
                 raise ChannelError(f"{self}: {message.message}")
             self._handler.received(self, message)
         finally:
-            for _, target in came:
+            for _, target in received:
                 if isinstance(target, Lease):
                     target.release()
 
     def _shake_hands(self, channel: Channel) -> None:
         """Exchange hellos and proofs. Neither side accepts other messages before the other's proof."""
-        ours = encode(self._identity.hello())
+        own_hello = encode(self._identity.hello())
         secret = self._identity.secret
         client = self._role == "client"
         if client:
-            channel.send(ours)
-        theirs = self._receive(channel)
-        hello = decode(theirs)
+            channel.send(own_hello)
+        peer_hello = self._receive(channel)
+        hello = decode(peer_hello)
         if not isinstance(hello, Hello):
             raise ChannelError(f"{channel.peer} did not send a hello")
         if not client:
-            channel.send(ours)
-        hellos = (ours, theirs) if client else (theirs, ours)
-        other: auth.Side = "server" if client else "client"
+            channel.send(own_hello)
+        hellos = (own_hello, peer_hello) if client else (peer_hello, own_hello)
+        peer_role: auth.Side = "server" if client else "client"
         if client:
             channel.send(encode(Proof(auth.prove(secret, "client", *hellos))))
         proof = decode(self._receive(channel))
         if isinstance(proof, Error):
             raise ChannelError(f"{channel.peer}: {proof.message}")
         try:
-            if not isinstance(proof, Proof) or not auth.is_proof(proof.mac, secret, other, *hellos):
+            if not isinstance(proof, Proof) or not auth.is_proof(proof.mac, secret, peer_role, *hellos):
                 raise ChannelError("the secrets differ")
             self._identity.check(hello)
         except ChannelError as error:
-            why = str(error).encode()[:_REFUSAL_BYTES].decode(errors="ignore")
-            channel.send(encode(Error("refused", why)))
+            refusal = str(error).encode()[:_REFUSAL_BYTES].decode(errors="ignore")
+            channel.send(encode(Error("refused", refusal)))
             raise ChannelError(f"{channel.peer}: {error}") from None
         channel.trusted = True
         self.peer = hello
@@ -423,11 +425,11 @@ class Link:
                 return
             error = self._failure or error
             self._error = ChannelError(str(error))  # without a traceback: its frames refer to this link
-            left, self._queue = self._queue, deque()
+            unsent, self._queue = self._queue, deque()
             self._changed.notify_all()
             channel = self._channel
         if channel is not None:
             channel.shutdown()
-        for item in left:
+        for item in unsent:
             item.done(error)
         self._handler.ended(self, error)

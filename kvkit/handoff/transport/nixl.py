@@ -113,7 +113,7 @@ class Agent:
                 users.discard(user)
                 if not users:
                     del self._memories[key]
-                    with suppress(Exception):  # the agent's end deregisters it, too
+                    with suppress(Exception):  # closing the agent also deregisters it
                         self._agent.deregister_memory(region)
             for name, users in list(self._peers.items()):
                 users.discard(user)
@@ -135,9 +135,9 @@ class Agent:
         """
         agent = self._agent
         with _translated():
-            here = agent.get_xfer_descs([(source, size, 0)], "DRAM")
-            there = agent.get_xfer_descs([(target, size, 0)], "DRAM")
-            transfer = agent.initialize_xfer("WRITE", here, there, peer)
+            local = agent.get_xfer_descs([(source, size, 0)], "DRAM")
+            remote = agent.get_xfer_descs([(target, size, 0)], "DRAM")
+            transfer = agent.initialize_xfer("WRITE", local, remote, peer)
             try:
                 began = time.monotonic()
                 state = agent.transfer(transfer)
@@ -180,11 +180,11 @@ class NixlChannel(Channel):
     def share(self, arena: Staging) -> bool:
         memory = arena.buffers[0].obj
         assert isinstance(memory, mmap.mmap)
-        ours = self._agent
+        agent = self._agent
         with self._frame() as deadline:
-            ours.register(memory, self)
-            place = _ARENA.pack(address_of(memory), arena.slot_bytes, arena.slots, ours.name.encode())
-            body = place + ours.metadata()
+            agent.register(memory, self)
+            arena_header = _ARENA.pack(address_of(memory), arena.slot_bytes, arena.slots, agent.name.encode())
+            body = arena_header + agent.metadata()
             self._held.append(HEADER.pack(len(body), SHARED) + body)
             self._send_held(deadline)
         return True

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 
 _TIMEVAL = struct.Struct("@ll")
 _AHEAD_BYTES = 4096
-SHORTEST_S = 1e-6  # the kernel takes 0 for no limit
+SHORTEST_S = 1e-6  # to the kernel, 0 means no limit
 
 
 class Stream:
@@ -32,17 +32,17 @@ class Stream:
 
     def send(self, buffers: Sequence[bytes | memoryview], deadline: float) -> None:
         """Send all of `buffers`, none of them empty."""
-        left = list(buffers)
-        while left:
+        unsent = list(buffers)
+        while unsent:
             try:
-                sent = self.socket.sendmsg(left, (), socket.MSG_DONTWAIT)
+                sent = self.socket.sendmsg(unsent, (), socket.MSG_DONTWAIT)
             except BlockingIOError:
                 sent = 0
-            while sent and sent >= len(left[0]):
-                sent -= len(left.pop(0))
-            if not left:
+            while sent and sent >= len(unsent[0]):
+                sent -= len(unsent.pop(0))
+            if not unsent:
                 return
-            left[0] = memoryview(left[0])[sent:]
+            unsent[0] = memoryview(unsent[0])[sent:]
             self._wait_for_room(deadline)
 
     def receive(self, buffer: memoryview, deadline: float) -> None:
@@ -61,9 +61,9 @@ class Stream:
     def take(self, count: int, deadline: float) -> bytes:
         """Return the next `count` bytes; raises as `receive`."""
         if count <= len(self._ahead):
-            taken = bytes(self._ahead[:count])
+            data = bytes(self._ahead[:count])
             self._ahead = self._ahead[count:]
-            return taken
+            return data
         buffer = bytearray(count)
         self.receive(memoryview(buffer), deadline)
         return bytes(buffer)
@@ -83,8 +83,8 @@ class Stream:
             raise TimeoutError from None
 
     def _wait_for_room(self, deadline: float) -> None:
-        left_s = deadline - time.monotonic()
-        if left_s <= 0 or not self._room.poll(left_s * 1000):
+        remaining_s = deadline - time.monotonic()
+        if remaining_s <= 0 or not self._room.poll(remaining_s * 1000):
             raise TimeoutError
 
 

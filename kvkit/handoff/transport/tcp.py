@@ -72,8 +72,8 @@ def tune(sock: socket.socket, timeout_s: float) -> None:
     """Send small frames at once, and notice in about `timeout_s` that a host is gone, even when idle."""
     sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-    every = max(1, int(timeout_s / 3))
-    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, every)
-    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, every)
+    interval_s = max(1, int(timeout_s / 3))
+    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, interval_s)
+    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, interval_s)
     sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPCNT, 3)
     sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, max(1, int(timeout_s * 1000)))

@@ -42,13 +42,13 @@ class PeerArena(Arena):
     """A peer's shared arena, mapped here. The memory stays while it is mapped, even if the peer is gone.
 
     Only pages that the peer has populated are touched in the background: memory that it only claims to have
-    takes none here. For the same reason no page is pinned for a GPU.
+    takes up none on this side. For the same reason no page is pinned for a GPU.
 
     Args:
-        descriptor: memfd of the arena, which takes ownership of it, even if this raises.
+        descriptor: memfd of the arena; this object owns it, even if the constructor raises.
 
     Raises:
-        ValueError: it is not memory of this size, sealed against resizing.
+        ValueError: the descriptor is not memory of this size that is sealed against resizing.
     """
 
     def __init__(self, descriptor: int, slot_bytes: int, slots: int) -> None:
@@ -96,7 +96,7 @@ class PeerArena(Arena):
 
 
 def _map_sealed(descriptor: int, slot_bytes: int, slots: int) -> mmap.mmap:
-    """Map sealed memory of this size. Raises ValueError if it is not, or could be truncated later."""
+    """Map sealed memory of this size. Raises ValueError if its size differs, or could change later."""
     size = slot_bytes * slots
     try:
         seals = fcntl.fcntl(descriptor, fcntl.F_GET_SEALS)
@@ -290,5 +290,5 @@ def _is_stale(path: Path) -> bool:
 
 
 def _identity(path: Path) -> tuple[int, int]:
-    found = path.lstat()
-    return found.st_dev, found.st_ino
+    status = path.lstat()
+    return status.st_dev, status.st_ino
