@@ -46,6 +46,6 @@ class Changes:
     def take(self) -> tuple[list[Change], bool]:
         """Take the next changes; return them, and whether earlier changes were forgotten."""
         with self._lock:
-            taken = list(islice(self._waiting, AT_ONCE))
+            keys = list(islice(self._waiting, AT_ONCE))
             lost, self._lost = self._lost, False
-            return [(*key, self._waiting.pop(key)) for key in taken], lost
+            return [(*key, self._waiting.pop(key)) for key in keys], lost

@@ -40,14 +40,13 @@ class Listing:
         held: (tier, name of a record that the tier holds) pairs.
 
     Attributes:
-        is_all: True if all of `held` belongs to this namespace, so that the listed chunks are all that can be
-            hit.
+        is_all: True if all of `held` belongs to this namespace. Then only the listed chunks can be hit.
     """
 
     def __init__(self, cache: Cache, held: Iterable[tuple[str, str]], namespace: Namespace) -> None:
         self._cache = cache
         self._formats = formats_of(cache.layout, namespace)
-        arrays = {form.array for form in self._formats}
+        arrays = {record_format.array for record_format in self._formats}
         tiers: dict[str, str] = {}
         self.is_all = True
         for tier, name in held:
@@ -76,29 +75,30 @@ class Listing:
         self._workers.close(0)  # a read may hang
 
     def _list(self) -> None:
-        form = self._formats[0]
+        record_format = self._formats[0]
         found: dict[bytes, list[Header]] = {}
         for name, tier in self._tiers.items():
             if self._closed:
                 return
-            header = self._header(form, tier, name)
+            header = self._header(record_format, tier, name)
             if header is not None:
                 found.setdefault(header.parent, []).append(header)
-        parents = deque([form.digest])
+        parents = deque([record_format.digest])
         while parents:
             for header in found.pop(parents.popleft(), ()):
-                names = tuple(form.name(header.key) for form in self._formats)
-                parent = b"" if header.parent == form.digest else header.parent
+                names = tuple(record_format.name(header.key) for record_format in self._formats)
+                parent = b"" if header.parent == record_format.digest else header.parent
                 self._chunks.append(ListedChunk(header.key, parent, header.tokens, names))
                 parents.append(header.key)
         self._ended = True
 
-    def _header(self, form: RecordFormat, tier: str, name: str) -> Header | None:
+    def _header(self, record_format: RecordFormat, tier: str, name: str) -> Header | None:
         """Return a record's header; None if the record is gone or damaged, or its name does not match."""
-        buffer = bytearray(form.header_bytes)
+        buffer = bytearray(record_format.header_bytes)
         try:
             self._cache.tiers[tier].get_ranges(name, [(0, len(buffer))], [memoryview(buffer)])
             header = read_header(buffer)
         except (OSError, RecordError, LayoutError):
             return None
-        return header if header.namespace == form.digest and form.name(header.key) == name else None
+        matches = header.namespace == record_format.digest and record_format.name(header.key) == name
+        return header if matches else None

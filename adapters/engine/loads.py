@@ -54,8 +54,8 @@ class PromptLoad:
     Args:
         hit: None: nothing is loaded.
         start: tokens before it stay as they are.
-        how: "sync": all but the tail is loaded in this thread, before the constructor returns.
-        wake: called when a part of the load is over, from any thread.
+        how: with "sync", this thread loads all but the tail before the constructor returns.
+        wake: called from any thread when a piece of the load is over.
 
     Attributes:
         base: first token of the first chunk.
@@ -91,35 +91,36 @@ class PromptLoad:
             self._tail.add_done_callback(wake)
         if how == "async":
             self._whole = self._begin(cache, hit.whole, first, min(last, hit.whole.plan.chunks), pages)
-            for _, move in self._whole:
-                move.add_done_callback(wake)
+            for _, transfer in self._whole:
+                transfer.add_done_callback(wake)
             return
-        part, places = hit.whole.part(min(first, hit.whole.plan.chunks), last), pages(self.base, last * size)
+        piece = hit.whole.part(min(first, hit.whole.plan.chunks), last)
+        locations = pages(self.base, last * size)
         if how == "layerwise":
-            self._whole = cache.load_layers(part, places)
+            self._whole = cache.load_layers(piece, locations)
         else:
             # in this thread, hence in order after the engine's stream, which may be zeroing the pages
-            self._whole = cache.load(part, places)
+            self._whole = cache.load(piece, locations)
 
     @staticmethod
     def _begin(
         cache: Cache, hit: Hit, first: int, last: int, pages: PagesOf
     ) -> list[tuple[int, Transfer[Loaded]]]:
-        """Begin the load of chunks [first, last) of a hit; return its parts and the number of tokens of each.
+        """Begin the load of chunks [first, last) of a hit; return (number of tokens, transfer) pairs.
 
-        A hit in memory is loaded in two parts: only verifying and unpacking are left to do. A hit with
-        states is loaded in one, as only the states after its last token are loaded.
+        A hit in memory is loaded in two transfers: each only verifies and unpacks. A hit with states is
+        loaded in one, as only the states after its last token are loaded.
         """
         size = hit.chunks.chunk_tokens
         in_memory = all(cache.tiers[segment.tier].in_memory for segment in hit.plan.segments)
         middle = (first + last) // 2 if in_memory and not hit.chunks.states else first
-        parts = [(start, stop) for start, stop in ((first, middle), (middle, last)) if start < stop]
+        ranges = [(start, stop) for start, stop in ((first, middle), (middle, last)) if start < stop]
         return [
             (
                 (stop - start) * size,
                 cache.load_async(hit.part(start, stop), pages(start * size, stop * size)),
             )
-            for start, stop in parts
+            for start, stop in ranges
         ]
 
     @property
@@ -130,49 +131,49 @@ class PromptLoad:
     @property
     def done(self) -> bool:
         """True if `finish` returns at once."""
-        return self.layers is None and all(move.done() for move in self._moves)
+        return self.layers is None and all(transfer.done() for transfer in self._moves)
 
     def cancel(self) -> None:
         """Ask the load to end soon. The pages are in use until it is done."""
-        for move in self._moves:
-            move.cancel()
+        for transfer in self._moves:
+            transfer.cancel()
 
     def finish(self) -> tuple[int, Loaded]:
         """Wait for the load; return one past the last loaded token, and what was loaded."""
-        whole = self._whole
-        if isinstance(whole, LayerLoad):
-            for _ in whole:
+        loaded = self._whole
+        if isinstance(loaded, LayerLoad):
+            for _ in loaded:
                 pass
-            whole = whole.loaded
-        elif isinstance(whole, list):
-            whole = _leading([(tokens, result_of(move) or NOTHING) for tokens, move in whole])
-        end = self.base + whole.tokens
+            loaded = loaded.loaded
+        elif isinstance(loaded, list):
+            loaded = _leading([(tokens, result_of(transfer) or NOTHING) for tokens, transfer in loaded])
+        end = self.base + loaded.tokens
         if self._tail is None or end < self._tail_at:
-            return min(end, self._stop), whole
+            return min(end, self._stop), loaded
         tail = result_of(self._tail) or NOTHING
         end = min(self._from_tail + tail.tokens, self._stop)
-        by_tier = Counter(whole.by_tier)
+        by_tier = Counter(loaded.by_tier)
         by_tier.update({tier: min(tokens, end - self._from_tail) for tier, tokens in tail.by_tier.items()})
-        return end, replace(whole, tokens=whole.tokens + end - self._from_tail, by_tier=by_tier)
+        return end, replace(loaded, tokens=loaded.tokens + end - self._from_tail, by_tier=by_tier)
 
     @property
     def _moves(self) -> list[Transfer[Loaded]]:
-        whole = [move for _, move in self._whole] if isinstance(self._whole, list) else []
-        return [*whole, self._tail] if self._tail is not None else whole
+        transfers = [transfer for _, transfer in self._whole] if isinstance(self._whole, list) else []
+        return [*transfers, self._tail] if self._tail is not None else transfers
 
 
-def _leading(parts: Sequence[tuple[int, Loaded]]) -> Loaded:
-    """Sum up the loads of parts up to the first gap, from (expected tokens, load) pairs."""
-    tokens, by_tier, approximate, first = 0, Counter[str](), 0, None
-    for wanted, loaded in parts:
-        if first is None and loaded.approximate_from is not None:
-            first = tokens + loaded.approximate_from
+def _leading(loads: Sequence[tuple[int, Loaded]]) -> Loaded:
+    """Return the sum of loads up to the first gap, from (expected tokens, load) pairs."""
+    tokens, by_tier, approximate, first_approximate = 0, Counter[str](), 0, None
+    for expected, loaded in loads:
+        if first_approximate is None and loaded.approximate_from is not None:
+            first_approximate = tokens + loaded.approximate_from
         tokens += loaded.tokens
         by_tier.update(loaded.by_tier)
         approximate += loaded.approximate
-        if loaded.tokens < wanted:
+        if loaded.tokens < expected:
             break
-    return Loaded(tokens, dict(by_tier), approximate, first)
+    return Loaded(tokens, dict(by_tier), approximate, first_approximate)
 
 
 T = TypeVar("T")

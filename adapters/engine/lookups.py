@@ -23,8 +23,8 @@ from kvkit.workers import Transfer
 log = logging.getLogger(__name__)
 
 NEWS_S = 5.0
-"""Seconds that a request waits for its transfer to ask for room once the prefill engine has answered: that
-engine asks before it computes."""
+"""Seconds that a request waits, once the prefill engine has answered, for its transfer to ask for room. The
+prefill engine asks for room before it computes."""
 
 
 @dataclass(eq=False, slots=True)
@@ -97,7 +97,7 @@ class Lookups:
     _answered: list[LookupAnswer] = field(default_factory=list, init=False)
 
     def ask(self, lookup: LookupRequest) -> None:
-        """Look a prompt up, once its transfer (if any) has arrived or failed."""
+        """Look up a prompt, once its transfer (if any) has arrived or failed."""
         if lookup.transfer and self.receiver is not None:
             request = self._request(lookup.request_id)
             request.received = lookup.transfer
@@ -109,7 +109,7 @@ class Lookups:
         """Answer at once if the lookup's transfer has arrived and all tiers to look in are in memory.
 
         Returns:
-            None if not: call `ask` then; nothing was changed.
+            None if it cannot be answered at once. Nothing was changed then, and the caller has to call `ask`.
         """
         cache, space = self.cache, self.namespace_of(lookup.sequence)
         status = None if self.receiver is None else self.receiver.status(lookup.transfer)
@@ -177,7 +177,7 @@ class Lookups:
         return answered
 
     def claim(self, request_id: str, number: int) -> PromptHit | None:
-        """Take the hit of lookup `number`, to be loaded until `release`; None if it was not the last one."""
+        """Take the hit of lookup `number` to load it, until `release`; None if it was not the last lookup."""
         request = self._request(request_id)
         hit, request.hit, request.claimed = request.hit, None, True
         return hit if request.number == number else None
@@ -272,23 +272,23 @@ class Lookups:
         for transfer in transfers:
             transfer.add_done_callback(self.wake)
 
-    def _answer(self, lookup: LookupRequest, whole: Hit | None, documents: Iterable[Hit | None] = ()) -> None:
-        """Note an answer, with the handed-off blocks of an unfilled chunk after the whole ones."""
-        tail, prompt, found = None, lookup.sequence, (0,) * len(lookup.documents)
+    def _answer(self, lookup: LookupRequest, hit: Hit | None, documents: Iterable[Hit | None] = ()) -> None:
+        """Note the answer for a hit of whole chunks, with the blocks that were handed off after them."""
+        tail, prompt, document_tokens = None, lookup.sequence, (0,) * len(lookup.documents)
         segments: tuple[tuple[str, int], ...] = ()
-        if whole is not None and self.namespace_of(prompt) is not None:
+        if hit is not None and self.namespace_of(prompt) is not None:
             request = self._request(lookup.request_id)
-            if request.received and len(whole.chunks) == whole.plan.chunks:
-                rest = tail_of(whole.chunks, prompt.tokens, self.block_tokens, prompt.rest)
+            if request.received and len(hit.chunks) == hit.plan.chunks:
+                rest = tail_of(hit.chunks, prompt.tokens, self.block_tokens, prompt.rest)
                 tail = rest and self.cache.lookup(*rest, retrieve_from=(HANDOFF,))
-            nothing = whole.part(0, 0)
-            hits = tuple(document or nothing for document in documents)
-            found = tuple(document.tokens for document in hits) or found
-            request.number, request.hit = lookup.number, PromptHit(whole, tail, hits)
+            no_hit = hit.part(0, 0)
+            hits = tuple(document or no_hit for document in documents)
+            document_tokens = tuple(document.tokens for document in hits) or document_tokens
+            request.number, request.hit = lookup.number, PromptHit(hit, tail, hits)
             segments = request.hit.segments
         tokens = min(sum(tokens for _, tokens in segments), len(prompt.tokens))
         rank = self.cache.namespace.rank
-        answer = LookupAnswer(lookup.request_id, lookup.number, rank, tokens, segments, found)
+        answer = LookupAnswer(lookup.request_id, lookup.number, rank, tokens, segments, document_tokens)
         self._answered.append(answer)
 
 

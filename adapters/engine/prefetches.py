@@ -50,7 +50,7 @@ class Prefetches:
 
     def end(self, request_id: str) -> None:
         """Stop a request's prefetches; prefetched records stay in memory."""
-        self._end(lambda wanted: wanted.request_id == request_id)
+        self._end(lambda prefetch: prefetch.request_id == request_id)
 
     def end_all(self) -> None:
         """Stop the prefetches of all requests."""
@@ -59,17 +59,17 @@ class Prefetches:
     def start_next(self) -> None:
         """Start the prefetches that have room, in the order of requests."""
         room = self._cache.prefetch_chunks
-        for wanted in self._wanted:
-            if wanted.move is None:
+        for prefetch in self._wanted:
+            if prefetch.move is None:
                 if room < 1:
                     return
-                wanted.last = min(wanted.last, wanted.first + room)
-                part = wanted.tokens[: wanted.last * wanted.space.chunk_tokens]
-                wanted.move = self._cache.prefetch(part, wanted.space, first=wanted.first)
-            room -= wanted.chunks
+                prefetch.last = min(prefetch.last, prefetch.first + room)
+                tokens = prefetch.tokens[: prefetch.last * prefetch.space.chunk_tokens]
+                prefetch.move = self._cache.prefetch(tokens, prefetch.space, first=prefetch.first)
+            room -= prefetch.chunks
 
     def _end(self, ends: Callable[[_Wanted], bool]) -> None:
-        for wanted in filter(ends, self._wanted):
-            if wanted.move is not None:
-                wanted.move.cancel()
-        self._wanted = [wanted for wanted in self._wanted if not ends(wanted)]
+        for prefetch in filter(ends, self._wanted):
+            if prefetch.move is not None:
+                prefetch.move.cancel()
+        self._wanted = [prefetch for prefetch in self._wanted if not ends(prefetch)]

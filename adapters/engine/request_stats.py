@@ -32,7 +32,7 @@ class RequestStats:
     """Counts of the requests of one rank. Thread-safe: puts end in threads of tiers.
 
     Args:
-        logs: True to write lines to the log; one rank of an engine does.
+        logs: whether to write lines to the log. Only one rank of an engine does.
     """
 
     def __init__(self, logs: bool) -> None:
@@ -48,13 +48,13 @@ class RequestStats:
     def hit(self, request_id: str, tokens: Mapping[str, int]) -> None:
         """Note the tokens of a request's first load, by tier; loads after a preemption do not count."""
         with self._lock:
-            found = self._requests[request_id]
-            found.hit = tokens if found.hit is None else found.hit
+            counts = self._requests[request_id]
+            counts.hit = tokens if counts.hit is None else counts.hit
 
     def stored(self, request_id: str, tier: str, tokens: int) -> None:
         """Count tokens that a tier has stored completely."""
         with self._lock:
-            if request_id in self._requests:  # else its line is out: its save failed, after some puts
+            if request_id in self._requests:  # else its line was logged: its save failed after some puts
                 self._requests[request_id].stored[tier] += tokens
 
     def done(self, request_id: str) -> None:
@@ -72,14 +72,14 @@ class RequestStats:
     def _log_if_over(self, request_id: str) -> None:
         """Write a request's line and forget the request, once it and its transfers are over."""
         with self._lock:
-            found = self._requests.get(request_id)
-            if found is None or found.in_flight or found.prompt_tokens is None:
+            counts = self._requests.get(request_id)
+            if counts is None or counts.in_flight or counts.prompt_tokens is None:
                 return
             del self._requests[request_id]
         if self._logs:
-            hit, stored = _shown(found.hit or {}), _shown(found.stored)
+            hit, stored = _shown(counts.hit or {}), _shown(counts.stored)
             log.info(
-                "%s: of %d prompt tokens hit %s; stored %s", request_id, found.prompt_tokens, hit, stored
+                "%s: of %d prompt tokens hit %s; stored %s", request_id, counts.prompt_tokens, hit, stored
             )
 
 

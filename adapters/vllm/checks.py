@@ -103,9 +103,11 @@ def _check_role(settings: Settings, config: Config, vllm_config: Any) -> None:
     """Check that what this engine sends and loads fits `kv_role`."""
     load, handoff, role = settings.load, config.handoff, vllm_config.kv_transfer_config.kv_role
     if handoff is not None:
-        given, fits = handoff.role, {"kv_producer": "prefill", "kv_consumer": "decode"}.get(role, "both")
-        if {fits, given} == {"prefill", "decode"}:
-            raise ConfigError(f"handoff.role = {given!r}: kv_role is {role!r}; want {fits!r} or 'both'")
+        fitting_role = {"kv_producer": "prefill", "kv_consumer": "decode"}.get(role, "both")
+        if {fitting_role, handoff.role} == {"prefill", "decode"}:
+            raise ConfigError(
+                f"handoff.role = {handoff.role!r}: kv_role is {role!r}; want {fitting_role!r} or 'both'"
+            )
         if handoff.receives and load != "async":
             raise ConfigError(f"load = {load!r}: want 'async' for an engine that receives handoffs")
     overlap = vllm_config.max_concurrent_batches > 1

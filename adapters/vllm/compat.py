@@ -1,8 +1,8 @@
 """Names, patches and attributes of vLLM that are not public, and the features that need them.
 
-`NAMES` has a row for each import. `find` looks a name up when a feature asks for it, in every place where a
-version of vLLM has it, so that the connector loads even where a feature cannot. A connector's base class, the
-specs of its KV cache, events on the wire and requests' states are public, and imported where they are used.
+`NAMES` has a row for each import. `find` looks up a name when a feature asks for it, in all modules where
+versions of vLLM have it. So the connector loads even if a feature cannot. Public names are imported where
+they are used: a connector's base class, the specs of its KV cache, events on the wire and requests' states.
 """
 
 from __future__ import annotations
@@ -49,8 +49,8 @@ class VllmName:
     Attributes:
         features: features of `FEATURES` that need it.
         use: purpose for which kvkit needs it.
-        place: its place in 0.32, "module:attribute".
-        moved: its places in later versions, the newest first.
+        place: its location in 0.32, "module:attribute".
+        moved: its locations in later versions, the newest first.
     """
 
     features: tuple[str, ...]
@@ -142,15 +142,15 @@ NAMES = {
         ("blend", "answers", "runner"), "find the worker's connector", f"{_CONNECTOR}has_kv_transfer_group"
     ),
 }
-"""Places, by name. `tests/test_vllm_compat.py` compares them with the version of vLLM that it runs with."""
+"""Locations, by name. `tests/test_vllm_compat.py` compares them with the vLLM that it runs with."""
 
 
 @cache
 def _found(name: str) -> tuple[Any, ...]:
-    """Return the object at the first place of a name that this vLLM has; empty if it has none."""
+    """Return the object at the first location of a name that this vLLM has; empty if it has none."""
     row = NAMES[name]
-    for place in (*row.moved.values(), row.place):
-        module, _, attribute = place.partition(":")
+    for location in (*row.moved.values(), row.place):
+        module, _, attribute = location.partition(":")
         try:
             return (attrgetter(attribute)(import_module(module)),)
         except (ImportError, AttributeError):
@@ -159,13 +159,13 @@ def _found(name: str) -> tuple[Any, ...]:
 
 
 def find(name: str, feature: str = "") -> Any:
-    """Return an object of `NAMES`, from the first place that this vLLM has.
+    """Return an object of `NAMES`, from the first location that this vLLM has.
 
     Args:
         feature: feature that asks for it, for the message; "": the first of its row.
 
     Raises:
-        MissingName: this vLLM has none of the places; names feature and version.
+        MissingName: this vLLM has none of the locations; the message names feature and version.
     """
     for found in _found(name):
         return found
@@ -177,7 +177,7 @@ def missing(feature: str, what: str) -> MissingName:
     """Return the error of a feature that needs `what`, which this vLLM lacks."""
     try:
         version = import_module("vllm").__version__
-    except ImportError:  # `kvkit tune` does without
+    except ImportError:  # `kvkit tune` runs without vLLM
         version = "(not installed)"
     return MissingName(
         f"{feature}: vLLM {version} has no {what}, so {FEATURES[feature]}; "
@@ -324,9 +324,9 @@ def watch_loads(model: Any, call: Callable[[], object]) -> None:
     if load is None:
         return
 
-    def load_and_call(*args: Any, **more: Any) -> Any:
+    def load_and_call(*args: Any, **kwargs: Any) -> Any:
         try:
-            return load(*args, **more)
+            return load(*args, **kwargs)
         finally:
             call()
 
@@ -339,9 +339,9 @@ def _of_scheduler(engine: Any) -> list[Any]:
     return list(getattr(connector, "sub_connectors", [connector] if connector else []))
 
 
-def _tell(told: Iterable[Any], method: str, *arguments: Any) -> None:
+def _tell(receivers: Iterable[Any], method: str, *arguments: Any) -> None:
     """Call a method of each connector that has it."""
-    for connector in told:
+    for connector in receivers:
         if hasattr(connector, method):
             getattr(connector, method)(*arguments)
 
@@ -353,17 +353,17 @@ def _wrap(
     after: Callable[..., object] = lambda *_, **__: None,
 ) -> None:
     """Wrap a method of a class, once, so that `before` and `after` get its arguments. Mutates the class."""
-    own = getattr(owner, name, None)
-    if own is None or hasattr(own, _WRAPPED):
+    method = getattr(owner, name, None)
+    if method is None or hasattr(method, _WRAPPED):
         return
 
-    @wraps(own)
-    def wrapped(*args: Any, **more: Any) -> Any:
-        before(*args, **more)
+    @wraps(method)
+    def wrapped(*args: Any, **kwargs: Any) -> Any:
+        before(*args, **kwargs)
         try:
-            return own(*args, **more)
+            return method(*args, **kwargs)
         finally:
-            after(*args, **more)
+            after(*args, **kwargs)
 
     setattr(wrapped, _WRAPPED, True)
     setattr(owner, name, wrapped)
@@ -380,16 +380,16 @@ def watch_adapters(
         MissingName: this vLLM loads them in another way.
     """
     managers = find("WorkerLoRAManager")
-    own = getattr(managers, "_load_adapter", None)
-    if own is None:
+    method = getattr(managers, "_load_adapter", None)
+    if method is None:
         raise missing("lora", "WorkerLoRAManager._load_adapter (note which files an adapter was read from)")
 
     def load_and_note(manager: Any, request: Any) -> Any:
-        return load(manager, request, own)
+        return load(manager, request, method)
 
     def unwatch() -> None:
         if managers._load_adapter is load_and_note:
-            managers._load_adapter = own
+            managers._load_adapter = method
 
     managers._load_adapter = load_and_note
     return unwatch
@@ -406,15 +406,15 @@ def active_adapter(runner: Any, lora: Any, tokens: int) -> Iterator[None]:
         yield
         return
     before = manager._adapter_manager._last_mapping
-    each = (lora.lora_int_id if lora else 0,) * tokens
-    runner._set_active_loras(each, each, {lora} if lora else set())
+    adapter_ids = (lora.lora_int_id if lora else 0,) * tokens
+    runner._set_active_loras(adapter_ids, adapter_ids, {lora} if lora else set())
     try:
         yield
     finally:
-        known = getattr(getattr(runner, "input_batch", None), "lora_id_to_lora_request", {})
+        adapters = getattr(getattr(runner, "input_batch", None), "lora_id_to_lora_request", {})
         needed = set() if before is None else set(before.index_mapping) - {0}
-        if before is not None and needed <= known.keys():
-            manager.set_active_adapters({known[number] for number in needed}, before)
+        if before is not None and needed <= adapters.keys():
+            manager.set_active_adapters({adapters[number] for number in needed}, before)
 
 
 _RUNNER = ("attn_groups", "device", "get_model", "kv_cache_config", "supports_mm_inputs", "vllm_config")
@@ -469,8 +469,10 @@ def cpu_page_order(vllm_config: Any) -> str:
     """
     if not offered("pages"):
         return f"unknown-{uuid.uuid4().hex}"
-    model, held = vllm_config.model_config, vllm_config.cache_config
-    order = find("_get_attn_isa")(model.dtype, held.block_size, model.get_head_size(), held.cache_dtype)
+    model, cache_config = vllm_config.model_config, vllm_config.cache_config
+    order = find("_get_attn_isa")(
+        model.dtype, cache_config.block_size, model.get_head_size(), cache_config.cache_dtype
+    )
     return str(order)
 
 
@@ -508,9 +510,9 @@ def check_private_blocks(manager: Any) -> None:
     """
     check("private blocks")
     pool = manager.block_pool
-    for part in ("cached_block_hash_to_block", "kv_event_queue", "take_events", "evict_blocks"):
-        if not hasattr(pool, part):
-            raise missing("private blocks", f"{type(pool).__name__}.{part}")
+    for attribute in ("cached_block_hash_to_block", "kv_event_queue", "take_events", "evict_blocks"):
+        if not hasattr(pool, attribute):
+            raise missing("private blocks", f"{type(pool).__name__}.{attribute}")
     if "_block_hasher" not in find("Request").__init__.__code__.co_names:
         raise missing("private blocks", "Request._block_hasher")
 
@@ -575,8 +577,8 @@ def free_blocks(manager: Any) -> int:
 
 def keeps_cached_blocks(manager: Any) -> bool:
     """Return whether vLLM's own prefix cache has any block; true if this vLLM does not report that."""
-    held = getattr(manager.block_pool, "cached_block_hash_to_block", None)
-    return bool(getattr(held, "_cache", True))
+    blocks = getattr(manager.block_pool, "cached_block_hash_to_block", None)
+    return bool(getattr(blocks, "_cache", True))
 
 
 def computed_tokens(manager: Any, request: Any) -> int:
@@ -592,9 +594,9 @@ def after_steps(runner: Any, call: Callable[[Any], object]) -> None:
     """
     execute = runner.execute_model
 
-    def execute_and_call(scheduled: Any, *args: Any, **more: Any) -> Any:
-        found = execute(scheduled, *args, **more)
+    def execute_and_call(scheduled: Any, *args: Any, **kwargs: Any) -> Any:
+        output = execute(scheduled, *args, **kwargs)
         call(scheduled)
-        return found
+        return output
 
     runner.execute_model = execute_and_call

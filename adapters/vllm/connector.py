@@ -148,12 +148,12 @@ class KVKitConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]  # 
             check_written(compat.attention_layers(self._vllm_config), kv_caches, quantised)
         ranks, stages = self._settings.record_ranks, self._settings.record_stages
         heads = pages.rank_heads(self._vllm_config, self._specs, ranks, stages)
-        size = self._vllm_config.parallel_config.pipeline_parallel_size
-        layers = pages.stage_layers(self._specs, stages, size)
+        pipeline_size = self._vllm_config.parallel_config.pipeline_parallel_size
+        layers = pages.stage_layers(self._specs, stages, pipeline_size)
         parallel = self._vllm_config.parallel_config
-        others = parallel.data_parallel_index * parallel.world_size
+        first_rank = parallel.data_parallel_index * parallel.world_size
         limit_s = shutdown.limit_s(self._config, self._vllm_config)
-        update = {"server": self._config.server.of_rank(others), "shutdown_timeout_s": limit_s}
+        update = {"server": self._config.server.of_rank(first_rank), "shutdown_timeout_s": limit_s}
         config = self._config.model_copy(update=update)
         precision = self._config.precision
         orders = find_orders(self._vllm_config, kv_caches, precision) if opaque and precision else None
@@ -175,7 +175,7 @@ class KVKitConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]  # 
         )
 
     def open_runner(self, runner: Any) -> None:
-        """Take vLLM's model runner, once it has its pages (`compat.tell_of_runner`)."""
+        """Receive vLLM's model runner, once it has its pages (`compat.tell_of_runner`)."""
         compat.watch_loads(runner.get_model(), self._worker.weights_changed)
         if self._settings.blend is not None:
             self._worker.open_blending(runner)
@@ -226,10 +226,10 @@ class KVKitConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]  # 
 
     def get_transfer_results(self, finished_req_ids: set[str]) -> KVConnectorTransferResults:
         received, failed, sent = self._worker.finish(finished_req_ids)
-        # with one KV cache group, failed blocks are more exact: blocks before them are kept
-        one = len(self._kv_cache_config.kv_cache_groups) == 1
+        # with one KV cache group, failed blocks are reported instead: vLLM keeps the blocks before them
+        single_group = len(self._kv_cache_config.kv_cache_groups) == 1
         return KVConnectorTransferResults(
-            finished_sending=sent, finished_recving=received, failed_recving=set() if one else failed
+            finished_sending=sent, finished_recving=received, failed_recving=set() if single_group else failed
         )
 
     def get_block_ids_with_load_errors(self) -> set[int]:
@@ -296,10 +296,11 @@ class KVKitConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]  # 
     def request_finished_all_groups(
         self, request: Any, block_ids: tuple[list[int], ...]
     ) -> tuple[bool, dict[str, Any] | None]:
-        whole = request.status in (RequestStatus.FINISHED_STOPPED, RequestStatus.FINISHED_LENGTH_CAPPED)
+        completed = request.status in (RequestStatus.FINISHED_STOPPED, RequestStatus.FINISHED_LENGTH_CAPPED)
         scheduler = self._scheduler_side.scheduler
         answer = scheduler.answer(request)
-        return scheduler.request_finished(request, block_ids if whole else None), answer if whole else None
+        keeps_blocks = scheduler.request_finished(request, block_ids if completed else None)
+        return keeps_blocks, answer if completed else None
 
     def reset_cache(self) -> bool:
         """Begin an epoch, so that KV stored before is not found."""

@@ -26,8 +26,8 @@ PIECE_BYTES = 64 << 20
 READ_BYTES = 1 << 20
 MAX_THREADS = 8
 SETTLED_S = 2.0
-"""The digest of a file that changed less than this before it was read is not remembered: file systems count
-time in ticks, and the next change may have the same time."""
+"""Seconds since its last change after which a file's digest is remembered. File systems count time in ticks:
+a change within this time may leave the file's times as they are."""
 PROGRESS_S = 10.0
 MAX_ENTRY_BYTES = 4096
 REMEMBERED_BYTES = 1 << 20
@@ -92,10 +92,10 @@ def digests(files: Sequence[Path], folder: Path | None) -> list[str]:
 
 
 class _Progress:
-    """Logs from time to time how many of `whole` bytes are read."""
+    """Logs from time to time how many of `total` bytes were read."""
 
-    def __init__(self, whole: int) -> None:
-        self._whole = whole
+    def __init__(self, total: int) -> None:
+        self._whole = total
         self._done = 0
         self._told = time.monotonic()
 
@@ -116,14 +116,14 @@ def _digest(path: Path, folder: Path | None, pool: ThreadPoolExecutor, progress:
             if (known := _recall(entry, stamp)) is not None:
                 progress.add(stamp.size)
                 return known
-        whole = blake3()
+        file_hash = blake3()
         starts = range(0, stamp.size, PIECE_BYTES)
         for start, piece in zip(starts, pool.map(partial(_piece, descriptor), starts), strict=True):
-            whole.update(piece)
+            file_hash.update(piece)
             progress.add(min(PIECE_BYTES, stamp.size - start))
         if Stamp.of(descriptor) != stamp:
             raise OSError(f"{path} was written to while it was read")
-        digest: str = whole.hexdigest()
+        digest: str = file_hash.hexdigest()
         if entry is not None:
             _remember(entry, stamp, digest)
         return digest
@@ -148,8 +148,8 @@ def _recall(entry: Path, stamp: Stamp) -> str | None:
             found = os.fstat(descriptor)
             if not stat.S_ISREG(found.st_mode) or found.st_uid != os.geteuid() or found.st_mode & 0o022:
                 return None
-            told = json.loads(file.read(MAX_ENTRY_BYTES))
-        return told["digest"] if told == _entry(stamp, told["digest"]) else None
+            content = json.loads(file.read(MAX_ENTRY_BYTES))
+        return content["digest"] if content == _entry(stamp, content["digest"]) else None
     except (OSError, ValueError, LookupError, TypeError, RecursionError):
         return None
 
@@ -158,16 +158,16 @@ def _remember(entry: Path, stamp: Stamp, digest: str) -> None:
     """Write an entry, which appears complete or not at all; errors leave it out."""
     with suppress(OSError):
         entry.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
-        descriptor, draft = tempfile.mkstemp(dir=entry.parent)  # mode 0600
+        descriptor, temporary = tempfile.mkstemp(dir=entry.parent)  # mode 0600
         try:
             with os.fdopen(descriptor, "w") as file:
                 json.dump(_entry(stamp, digest), file)
-            os.replace(draft, entry)
+            os.replace(temporary, entry)
         except OSError:
-            os.unlink(draft)
+            os.unlink(temporary)
 
 
 def _entry(stamp: Stamp, digest: str) -> dict[str, object]:
     """Return the contents of an entry, with a checksum."""
-    told: dict[str, object] = {"stamp": asdict(stamp), "digest": digest}
-    return told | {"check": blake3(json.dumps(told).encode()).hexdigest()}
+    content: dict[str, object] = {"stamp": asdict(stamp), "digest": digest}
+    return content | {"check": blake3(json.dumps(content).encode()).hexdigest()}

@@ -26,7 +26,7 @@ class VllmEngine:
 
     Args:
         caches: whether any KV of this engine can be cached.
-        events: receives what is expected to be named by workers; None: nobody asked for events.
+        events: receives the chunks whose records workers will name; None: the engine sends no events.
 
     Attributes:
         kv_cache_manager: vLLM's `KVCacheManager`; None until vLLM has made it.
@@ -84,14 +84,14 @@ class VllmEngine:
 
     def policy_of(self, request: Any) -> RequestPolicy:
         """Return a request's policy. An invalid one is ignored, with a warning, except `store = false`."""
-        given = (request.kv_transfer_params or {}).get(requests.FIELD)
-        if given is None:
+        value = (request.kv_transfer_params or {}).get(requests.FIELD)
+        if value is None:
             return DEFAULT_REQUEST_POLICY
         where, limits = f"{params.WHERE}.{requests.FIELD}", f"{WHERE}.requests"
         try:
-            return requests.read(given, self._settings.requests, where, limits)
+            return requests.read(value, self._settings.requests, where, limits)
         except ConfigError as error:
-            unstored = isinstance(given, dict) and given.get("store") is False
+            unstored = isinstance(value, dict) and value.get("store") is False
             log.warning("%s: kv_cache is ignored, except store = false: %s", request.request_id, error)
             return RequestPolicy(store_to=()) if unstored else DEFAULT_REQUEST_POLICY
 

@@ -172,27 +172,27 @@ class Events:
         self.begin(complete)
 
     def take(self) -> list[KVCacheEvent]:
-        """Take the events since the last call, and this step's part of a round."""
+        """Take the events since the last call, and this step's share of a round."""
         self._steps += 1
         if not self._pending and self._steps >= max(1, self.buffer_steps // 3):  # 3 rounds are kept
             held = {id(chunk): chunk for chunk in self._chunks.values() if chunk.tiers}
             self._resync, self._steps, self._pending = self._resync + 1, 0, [*held.values()]
             self._per_step = max(RESYNC_CHUNKS, 6 * len(held) // self.buffer_steps + 1)
-        part, self._pending = self._pending[-self._per_step :], self._pending[: -self._per_step]
-        self._ready += [self._stored(chunk, tier) for chunk in part for tier in chunk.tiers]
+        batch, self._pending = self._pending[-self._per_step :], self._pending[: -self._per_step]
+        self._ready += [self._stored(chunk, tier) for chunk in batch for tier in chunk.tiers]
         ready, self._ready = self._ready, []
         return ready
 
     def _list(self, listed: Listed) -> None:
         """Name chunks that a rank's tiers held when it started, of prompts without adapter and salt."""
-        for one in listed.chunks:
-            _, before = self._listed.get((listed.rank, one.parent), (None, None))
-            if before is None and one.parent:
+        for listed_chunk in listed.chunks:
+            _, before = self._listed.get((listed.rank, listed_chunk.parent), (None, None))
+            if before is None and listed_chunk.parent:
                 continue  # announcements were voided after it was listed
-            chunk, last = self._listed_chunk(before, one.tokens.tolist())
-            self._listed[listed.rank, one.key] = chunk, last
-            if chunk.names.get(listed.rank) != one.names:
-                self._rename(chunk, listed.rank, one.names)
+            chunk, last = self._listed_chunk(before, listed_chunk.tokens.tolist())
+            self._listed[listed.rank, listed_chunk.key] = chunk, last
+            if chunk.names.get(listed.rank) != listed_chunk.names:
+                self._rename(chunk, listed.rank, listed_chunk.names)
         self._bound()
         if listed.is_all:
             self._all_listed.add(listed.rank)
@@ -272,7 +272,7 @@ class Events:
         key = self._holder(tier, record)
         known = key in self._held
         self._held.pop(key, None)
-        if held:  # also if known already: the oldest must be those that no request has asked for
+        if held:  # also if known: so the oldest are those that no request has asked for
             self._held[key] = None
         changed = [] if known == held else [key]
         if len(self._held) > KEPT:
@@ -291,10 +291,10 @@ class Events:
 
     def _update(self, chunk: AnnouncedChunk) -> None:
         """Announce the tiers that began or ceased to hold a chunk."""
-        whole = len(chunk.names) == self.ranks
+        complete = len(chunk.names) == self.ranks
         records = [(rank, name) for rank, names in chunk.names.items() for name in names]
         for tier in self.tiers:
-            held = whole and all(self._holder(tier, record) in self._held for record in records)
+            held = complete and all(self._holder(tier, record) in self._held for record in records)
             if held == (tier in chunk.tiers):
                 continue
             if held:

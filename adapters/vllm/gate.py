@@ -28,9 +28,9 @@ def folder_name(folder: Path, weights: str = "") -> str:
     """
     file = folder / "config.json"
     config = json.loads(file.read_text()) if file.exists() else {}
-    told = {name: value for name, value in config.items() if name not in NOT_KV}
-    parts = [weights or folder_fingerprint(folder), told]
-    return hashlib.blake2b(stable_json(parts), digest_size=16).hexdigest()
+    kv_fields = {name: value for name, value in config.items() if name not in NOT_KV}
+    contents = [weights or folder_fingerprint(folder), kv_fields]
+    return hashlib.blake2b(stable_json(contents), digest_size=16).hexdigest()
 
 
 def verdict_name(vllm_config: Any, option: str, unless: str) -> str:
@@ -76,7 +76,7 @@ def check_precision(vllm_config: Any, precision: Precision, unless: str) -> None
 
     Raises:
         ConfigError: as `kvkit.transfer.precision.check`, or the engine changes the model's config, or
-            stores KV in another form than is measured.
+            stores KV in a format that is not measured.
     """
     if vllm_config.model_config.use_mla:
         raise ConfigError(

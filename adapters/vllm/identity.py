@@ -36,8 +36,8 @@ _OTHER_FILES = re.compile(
     r"|(tokenizer|tokenizer_config|vocab|chat_template|special_tokens_map|added_tokens|trainer_state)\.json"
     r"|training_args\.bin|rng_state.*\.pth|(optimizer|scheduler|scaler)\.(pt|bin)|LICENSE|NOTICE"
 )
-"""Files of a model's folder that do not determine the KV of given tokens, and the config: vLLM's version of
-it goes into the namespace instead."""
+"""Files of a model's folder that do not determine the KV of given tokens, and the config. The namespace has
+vLLM's version of the config instead."""
 CONFIGS = ("model_config", "cache_config", "load_config", "attention_config")
 """vLLM's configs that may determine the KV of any model."""
 _NOT_KV = {
@@ -129,22 +129,24 @@ def model_identity(vllm_config: Any) -> tuple[str, str]:
     """
     model, load = vllm_config.model_config, vllm_config.load_config
     name, weights = weights_of(model, load)
-    parts = [described(model.hf_config), load.load_format, load.model_loader_extra_config]
+    inputs = [described(model.hf_config), load.load_format, load.model_loader_extra_config]
     if load.load_format == "dummy":
-        parts.append(model.seed)
-    parts += [model.quantization, model.quantization_config, vllm_config.cache_config.cache_dtype]
-    parts += [model.model_impl, model.model_class_overrides, model.code_revision]
-    if "longrope" in str(parts[0]):  # vLLM chooses the factors by the longest prompt that it allows
-        parts.append(model.max_model_len)
+        inputs.append(model.seed)
+    inputs += [model.quantization, model.quantization_config, vllm_config.cache_config.cache_dtype]
+    inputs += [model.model_impl, model.model_class_overrides, model.code_revision]
+    if "longrope" in str(inputs[0]):  # vLLM chooses the factors by the longest prompt that it allows
+        inputs.append(model.max_model_len)
     if model.multimodal_config is not None:
         media = model.multimodal_config
-        parts += [media.video_pruning_rate, media.video_pruning_method, media.mm_encoder_attn_dtype]
-    more = {
+        inputs += [media.video_pruning_rate, media.video_pruning_method, media.mm_encoder_attn_dtype]
+    other_settings = {
         kind: set_fields(getattr(vllm_config, kind), kind) for kind in CONFIGS if hasattr(vllm_config, kind)
     }
-    more["multimodal_config"] = set_fields(model.multimodal_config, "multimodal_config")
-    parts += [found for found in [{kind: some for kind, some in more.items() if some}] if found]
-    return name, f"{weights}+{_digest(parts)}"
+    other_settings["multimodal_config"] = set_fields(model.multimodal_config, "multimodal_config")
+    set_by_kind = {kind: values for kind, values in other_settings.items() if values}
+    if set_by_kind:
+        inputs.append(set_by_kind)
+    return name, f"{weights}+{_digest(inputs)}"
 
 
 def draft_identity(vllm_config: Any) -> str:
@@ -158,18 +160,18 @@ def draft_identity(vllm_config: Any) -> str:
         return f"unknown-{uuid.uuid4().hex}"
     model = draft.draft_model_config
     name, weights = weights_of(model, draft.draft_load_config or vllm_config.load_config)
-    more = set_fields(draft, "speculative_config")
-    parts = [described(model.hf_config), *([more] if more else [])]
-    return f"{draft.method} {name} {weights}+{_digest(parts)}"
+    other_settings = set_fields(draft, "speculative_config")
+    inputs = [described(model.hf_config), *([other_settings] if other_settings else [])]
+    return f"{draft.method} {name} {weights}+{_digest(inputs)}"
 
 
 def lora_settings(lora_config: Any) -> str:
     """Return the identity of vLLM's LoRA settings that determine KV, besides the adapter itself."""
-    more = set_fields(lora_config, "lora_config")
+    other_settings = set_fields(lora_config, "lora_config")
     if lora_config.target_modules:
-        more["target_modules"] = sorted(lora_config.target_modules)
+        other_settings["target_modules"] = sorted(lora_config.target_modules)
     dtype = str(lora_config.lora_dtype).removeprefix("torch.")
-    return f"{dtype}/{_digest([more])}" if more else dtype
+    return f"{dtype}/{_digest([other_settings])}" if other_settings else dtype
 
 
 def set_fields(config: Any, kind: str) -> dict[str, Any]:
@@ -203,8 +205,8 @@ def _plain(value: Any) -> Any:
     return value if isinstance(value, str | int | float | bool | None) else str(value)
 
 
-def _digest(parts: list[Any]) -> str:
-    return hashlib.blake2b(stable_json(parts), digest_size=8).hexdigest()
+def _digest(inputs: list[Any]) -> str:
+    return hashlib.blake2b(stable_json(inputs), digest_size=8).hexdigest()
 
 
 def folder_fingerprint(folder: Path) -> str:
@@ -221,13 +223,13 @@ def folder_fingerprint(folder: Path) -> str:
 
     found: list[Path] = []
     seen: set[Path] = set()
-    for place, folders, files in os.walk(folder, onerror=refuse, followlinks=True):
-        real = Path(place).resolve()
+    for directory, folders, files in os.walk(folder, onerror=refuse, followlinks=True):
+        real = Path(directory).resolve()
         # links to visited folders would recur without end; sorted, as the order of visits must not vary
-        below = [] if real in seen else [f for f in folders if not _OTHER_FOLDERS.fullmatch(f)]
-        folders[:] = sorted(below)
+        subfolders = [] if real in seen else [name for name in folders if not _OTHER_FOLDERS.fullmatch(name)]
+        folders[:] = sorted(subfolders)
         if real not in seen:
-            found += [Path(place, name) for name in files if not _OTHER_FILES.fullmatch(name)]
+            found += [Path(directory, name) for name in files if not _OTHER_FILES.fullmatch(name)]
         seen.add(real)
     return _fingerprint(folder, [path for path in found if path.is_file()])
 
@@ -257,9 +259,9 @@ def adapter_fingerprint(folder: Path) -> str:
 
 def _fingerprint(folder: Path, files: Sequence[Path]) -> str:
     names = sorted((str(path.relative_to(folder)), path) for path in files)
-    held = digests([path for _, path in names], default_folder())
+    contents = digests([path for _, path in names], default_folder())
     digest = hashlib.blake2b(digest_size=16)
-    for (name, _), content in zip(names, held, strict=True):
+    for (name, _), content in zip(names, contents, strict=True):
         digest.update(json.dumps([name, content]).encode())
     return digest.hexdigest()
 
@@ -274,13 +276,13 @@ def weights_of(model: Any, load: Any) -> tuple[str, str]:
             raise LookupError(f"load_format = {load.load_format!r} does not load them from the folder")
         if path.is_dir():
             return name, folder_fingerprint(path)
-        if path.is_file():  # one part of a split model stands for all parts
-            parts = re.sub(r"-\d{5}-of-", "-*-of-", re.sub(r"([\[*?])", r"[\1]", path.name))
-            return name, _fingerprint(path.parent, sorted(path.parent.glob(parts)))
+        if path.is_file():  # one file of a split model stands for all its files
+            pattern = re.sub(r"-\d{5}-of-", "-*-of-", re.sub(r"([\[*?])", r"[\1]", path.name))
+            return name, _fingerprint(path.parent, sorted(path.parent.glob(pattern)))
         return name, _commit(model, load)
     except (OSError, LookupError) as error:
-        alone = "neither other engines nor this one after a restart use its KV"
-        log.warning("%s: its weights are not known, so %s: %s", source, alone, error)
+        consequence = "neither other engines nor this one after a restart use its KV"
+        log.warning("%s: its weights are not known, so %s: %s", source, consequence, error)
         return name, f"unknown-{uuid.uuid4().hex}"
 
 
@@ -298,17 +300,17 @@ def _commit(model: Any, load: Any) -> str:
         raise LookupError(reason)
     if compat.find("envs").VLLM_USE_MODELSCOPE:  # Hugging Face's cache may have another model of that name
         raise LookupError("they come from ModelScope")
-    told = None if model.hf_config_path else getattr(model.hf_config, "_commit_hash", None)
-    for commit in (told, model.revision):
+    loaded_commit = None if model.hf_config_path else getattr(model.hf_config, "_commit_hash", None)
+    for commit in (loaded_commit, model.revision):
         if commit and _COMMIT.fullmatch(commit):
             return str(commit)
     try:
-        found = snapshot_download(
+        snapshot = snapshot_download(
             model.model, revision=model.revision, cache_dir=load.download_dir, local_files_only=True
         )
     except (OSError, ValueError) as error:
         raise LookupError("no commit is known, and the hub's cache has none") from error
-    return Path(found).name
+    return Path(snapshot).name
 
 
 def rank_namespace(vllm_config: Any, config: Config, layout: KVLayout, ranks_share: bool) -> Namespace:

@@ -41,21 +41,21 @@ def identity(
 
     Returns:
         ids int32 [T], and the digest of the unfilled last chunk in 32 hex digits if part of a medium is in
-        it (that chunk may have too few ids for a digest), else "".
+        it, else "". That chunk may have too few ids for a digest.
     """
     ids = as_tokens(tokens)
-    inside: dict[int, list[tuple[str, int, int]]] = {}
+    media_by_chunk: dict[int, list[tuple[str, int, int]]] = {}
     for name, offset, length in sorted(media):
         stop = min(offset + length, len(ids))
         for chunk in range(offset // chunk_tokens, -(-stop // chunk_tokens)) if offset < stop else ():
-            inside.setdefault(chunk, []).append((name, offset - chunk * chunk_tokens, length))
-    mixed, rest = ids.copy() if inside else ids, ""
-    for chunk, found in inside.items():
-        part = slice(chunk * chunk_tokens, (chunk + 1) * chunk_tokens)
-        told = json.dumps(found).encode() + ids[part].tobytes()
-        made = hashlib.shake_128(told)
-        mixed[part] = np.frombuffer(made.digest(ids[part].nbytes), "<i4") | np.int32(-(2**31))
-        rest = made.hexdigest(16) if part.stop > len(ids) else rest
+            media_by_chunk.setdefault(chunk, []).append((name, offset - chunk * chunk_tokens, length))
+    mixed, rest = ids.copy() if media_by_chunk else ids, ""
+    for chunk, chunk_media in media_by_chunk.items():
+        span = slice(chunk * chunk_tokens, (chunk + 1) * chunk_tokens)
+        message = json.dumps(chunk_media).encode() + ids[span].tobytes()
+        shake = hashlib.shake_128(message)
+        mixed[span] = np.frombuffer(shake.digest(ids[span].nbytes), "<i4") | np.int32(-(2**31))
+        rest = shake.hexdigest(16) if span.stop > len(ids) else rest
     return mixed, rest
 
 
@@ -81,8 +81,8 @@ class Media:
         known = self._known.setdefault(request, [])
         for feature in request.mm_features[len(known) :]:  # a session may get more of them
             digest = self._note(feature)
-            place = feature.mm_position
-            known.append(None if digest is None else (digest, place.offset, place.length))
+            position = feature.mm_position
+            known.append(None if digest is None else (digest, position.offset, position.length))
         return None if None in known else [entry for entry in known if entry is not None]
 
     def _note(self, feature: Any) -> str | None:

@@ -57,7 +57,7 @@ class RankHeads:
     def reads_parts(self, spec: KVCacheSpec) -> bool:
         """Return whether records hold more heads of a layer than the rank has.
 
-        Such a rank reads parts of records and stores none.
+        Such a rank reads slices of records and stores none.
         """
         return self.held(spec) < self._all(spec) // min(self.record_ranks, self._all(spec))
 
@@ -81,26 +81,26 @@ class RankHeads:
         """
         heads, held = self._all(spec), self.held(spec)
         records = min(self.record_ranks, heads)
-        each = heads // records
-        if heads % records or (held % each and each % held):
+        record_heads = heads // records
+        if heads % records or (held % record_heads and record_heads % held):
             sizes = [n for n in divisors(heads) if held % (heads // n) == 0 or (heads // n) % held == 0]
             raise ConfigError(
                 f"record_ranks = {self.record_ranks}: this engine's {self.ranks} ranks have {held} KV heads "
                 f"each of the model's {heads}; want one of {', '.join(map(str, sizes))}"
             )
-        page = form.page_bytes and form.page_bytes * each // held
-        firsts = dict.fromkeys(head // each * each for head in self._heads(spec))
+        page = form.page_bytes and form.page_bytes * record_heads // held
+        firsts = dict.fromkeys(head // record_heads * record_heads for head in self._heads(spec))
         return [
-            replace(form, kv_heads=each, page_bytes=page, first_head=first, model_heads=heads)
+            replace(form, kv_heads=record_heads, page_bytes=page, first_head=first, model_heads=heads)
             for first in firsts
         ]
 
     def within(self, part: LayerGroup, spec: KVCacheSpec) -> tuple[range, range]:
         """Return the rank's heads in one of its `parts`: indices into the rank's and the record's heads."""
-        mine, start = self._heads(spec), part.first_head
-        both = range(max(mine.start, start), min(mine.stop, start + part.kv_heads))
-        ours, theirs = (range(both.start - n, both.stop - n) for n in (mine.start, start))
-        return ours, theirs
+        held, start = self._heads(spec), part.first_head
+        common = range(max(held.start, start), min(held.stop, start + part.kv_heads))
+        in_rank, in_record = (range(common.start - n, common.stop - n) for n in (held.start, start))
+        return in_rank, in_record
 
     def _heads(self, spec: KVCacheSpec) -> range:
         return heads_of(self._all(spec), self.rank, self.ranks)
@@ -134,10 +134,11 @@ class StageLayers:
         of_stages = [stage[table] for stage in self.stages]
         spec = next(specs[names[0]] for specs in of_stages if names[0] in specs)
         alike = [[name for name in specs if specs[name] == spec] for specs in of_stages]
-        every = sorted(itertools.chain(*alike), key=layer_order)
-        total, first, setting = len(every), every.index(names[0]), f"record_stages = {self.record_stages}"
-        mine = range(first, first + len(names))
-        if every[mine.start : mine.stop] != list(names) or not all(alike):
+        all_names = sorted(itertools.chain(*alike), key=layer_order)
+        total, first = len(all_names), all_names.index(names[0])
+        setting = f"record_stages = {self.record_stages}"
+        owned = range(first, first + len(names))
+        if all_names[owned.start : owned.stop] != list(names) or not all(alike):
             raise ConfigError(
                 f"{setting}: layers like {names[0]} are not in all stages in the same form; want none"
             )
@@ -150,8 +151,8 @@ class StageLayers:
                 f"{setting}: the stages have {counts} of the {total} layers like {names[0]}; "
                 f"want one of {', '.join(map(str, fits))}"
             )
-        each = total // records
-        return every, [range(at, at + each) for at in mine[::each]]
+        record_layers = total // records
+        return all_names, [range(at, at + record_layers) for at in owned[::record_layers]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -199,8 +200,8 @@ class GroupPages:
         if first >= stop:
             return True
         size = self.block_tokens
-        wanted = range((first - start) // size, -(-(stop - start) // size))
-        return wanted.stop <= len(blocks) and all(blocks[i] >= 0 for i in wanted)
+        needed = range((first - start) // size, -(-(stop - start) // size))
+        return needed.stop <= len(blocks) and all(blocks[i] >= 0 for i in needed)
 
 
 def layer_specs(kv_cache_config: Any, cpu: bool) -> list[dict[str, KVCacheSpec]]:
@@ -216,19 +217,19 @@ def layer_specs(kv_cache_config: Any, cpu: bool) -> list[dict[str, KVCacheSpec]]
     groups = []
     for group in kv_cache_config.kv_cache_groups:
         spec = group.kv_cache_spec
-        each = spec.kv_cache_specs if isinstance(spec, UniformTypeKVCacheSpecs) else {}
-        specs = {name: each.get(name, spec) for name in group.layer_names}
-        for name, found in specs.items():
-            if (cpu and isinstance(found, MLAAttentionSpec)) or getattr(found, "non_causal", False):
+        specs_by_name = spec.kv_cache_specs if isinstance(spec, UniformTypeKVCacheSpecs) else {}
+        specs = {name: specs_by_name.get(name, spec) for name in group.layer_names}
+        for name, layer_spec in specs.items():
+            if (cpu and isinstance(layer_spec, MLAAttentionSpec)) or getattr(layer_spec, "non_causal", False):
                 raise ConfigError(
-                    f"layer {name}: its attention ({type(found).__name__}) computes prompts from their first "
-                    "token on, whatever was loaded; want an engine without kvkit"
+                    f"layer {name}: its attention ({type(layer_spec).__name__}) computes prompts from their "
+                    "first token on, whatever was loaded; want an engine without kvkit"
                 )
-            if isinstance(found, MambaSpec):
-                states.check_state(name, found, getattr(kv_cache_config, "hash_block_size", None))
-            elif type(found) not in _KNOWN or getattr(found, "tokens_per_state", 1) != 1:
+            if isinstance(layer_spec, MambaSpec):
+                states.check_state(name, layer_spec, getattr(kv_cache_config, "hash_block_size", None))
+            elif type(layer_spec) not in _KNOWN or getattr(layer_spec, "tokens_per_state", 1) != 1:
                 raise ConfigError(
-                    f"layer {name}: its cache is a {type(found).__name__}, which kvkit "
+                    f"layer {name}: its cache is a {type(layer_spec).__name__}, which kvkit "
                     f"cannot restore at a chunk's end; want {', '.join(known.__name__ for known in _KNOWN)}"
                 )
         groups.append(specs)
@@ -266,14 +267,14 @@ def rank_heads(
     model, parallel = vllm_config.model_config, vllm_config.parallel_config
     ranks = parallel.tensor_parallel_size
     rank = parallel.rank % ranks
-    near = ranks_per_host(parallel)
-    heads = RankHeads(model.get_total_num_kv_heads(), rank, ranks, record_ranks or ranks, near)
+    per_host = ranks_per_host(parallel)
+    heads = RankHeads(model.get_total_num_kv_heads(), rank, ranks, record_ranks or ranks, per_host)
     specs: list[tuple[str, Any]] = [item for group in groups for item in group.items()]
     other = [n for n, spec in specs if isinstance(spec, MambaSpec) or spec.num_heads != heads.held(spec)]
     if (parallel.world_size == ranks or record_stages is not None) and not other:
         return heads
-    kept = any(isinstance(spec, MambaSpec) for _, spec in specs)
-    what = "a state" if kept else "another number of KV heads than the model"
+    has_states = any(isinstance(spec, MambaSpec) for _, spec in specs)
+    what = "a state" if has_states else "another number of KV heads than the model"
     for name, value in (("record_ranks", record_ranks), ("record_stages", record_stages)):
         if value is not None and other:
             raise ConfigError(f"{name} = {value}: layer {other[0]} has {what}; want none")
@@ -328,10 +329,10 @@ def check_chunks(chunk_tokens: int, tables: Sequence[KVCacheSpec]) -> tuple[int,
     )
     if any(chunk_tokens % size for size in sizes):
         step = int(np.lcm.reduce(sizes))
-        near = max(step, round(chunk_tokens / step) * step)
+        nearest = max(step, round(chunk_tokens / step) * step)
         raise ConfigError(
             f"chunk_tokens = {chunk_tokens}: vLLM's blocks have {', '.join(map(str, sorted(set(sizes))))} "
-            f"tokens; want a multiple of {step}, such as {near}"
+            f"tokens; want a multiple of {step}, such as {nearest}"
         )
     return sizes
 
@@ -341,8 +342,8 @@ def has_windows(specs: Iterable[KVCacheSpec]) -> bool:
 
     Later tokens do not attend to those blocks.
     """
-    some = SlidingWindowSpec | ChunkedLocalAttentionSpec | MambaSpec
-    return any(isinstance(spec, some) for spec in specs)
+    kinds = SlidingWindowSpec | ChunkedLocalAttentionSpec | MambaSpec
+    return any(isinstance(spec, kinds) for spec in specs)
 
 
 def window_of(spec: KVCacheSpec, chunk_tokens: int) -> int | None:
@@ -385,7 +386,7 @@ def complete_tokens(
 
 @dataclass(frozen=True, slots=True)
 class _Grouping:
-    """Steps of `group_pages`, whose arguments it has; `numbers` are the layers' in the model, by name."""
+    """Steps of `group_pages`, with its arguments. `numbers`: the layers' numbers in the model, by name."""
 
     tensors: Mapping[str, torch.Tensor]
     numbers: Mapping[str, int]
@@ -398,74 +399,80 @@ class _Grouping:
 
     def forms(self, specs: Mapping[str, KVCacheSpec]) -> dict[tuple[LayerGroup, int], list[str]]:
         """Return the names of a table's layers by their form and number of kernel blocks per block."""
-        forms: dict[tuple[LayerGroup, int], list[str]] = {}
+        names_by_group: dict[tuple[LayerGroup, int], list[str]] = {}
         for name in sorted(specs, key=layer_order):
             if isinstance(specs[name], MambaSpec):
                 continue
             tensor, order = self.tensors[name], None if self.orders is None else self.orders[name]
-            form = _form(specs[name], tensor, self.blocks, self.opaque, order)
+            layer_group = _form(specs[name], tensor, self.blocks, self.opaque, order)
             try:
-                form = replace(form, precision=self.precision)
+                layer_group = replace(layer_group, precision=self.precision)
             except LayoutError as error:
                 raise ConfigError(f"layer {name}: {error}") from error
-            forms.setdefault((form, tensor.shape[0] // self.blocks), []).append(name)
-        return forms
+            names_by_group.setdefault((layer_group, tensor.shape[0] // self.blocks), []).append(name)
+        return names_by_group
 
     def groups(
-        self, table: int, spec: Any, form: LayerGroup, ratio: int, names: list[str]
+        self, table: int, spec: Any, layer_group: LayerGroup, ratio: int, names: list[str]
     ) -> Iterator[GroupPages]:
         """Yield a layer group per record that layers of one form are divided into."""
-        every, ranges = names, [range(len(names))]
+        all_names, ranges = names, [range(len(names))]
         if self.stages is not None:
-            every, ranges = self.stages.parts(table, names)
-        layers = tuple(self.numbers[name] for name in every)
-        parts, ratio, held = self._parts(spec, replace(form, layers=layers), ratio, names)
-        for part, mine in itertools.product(parts, ranges):
-            every_head = range(part.kv_heads), range(part.kv_heads)
-            ours, theirs = every_head if self.heads is None else self.heads.within(part, spec)
-            begin = mine.start - ranges[0].start
-            some = held[begin : begin + len(mine)]
-            if len(parts) > 1:
-                some = [tensor[:, ours.start : ours.stop] for tensor in some]
-            if len(mine) < len(every):
-                part = replace(part, layers=layers[mine.start : mine.stop], model_layers=layers)
-            its = tuple(every[mine.start : mine.stop])
-            placed = None if self.orders is None else self.orders[its[0]].part(ours.start, len(ours)).joined
-            pages = Pages.of(part, some, placed, theirs)
-            yield GroupPages(table, spec.block_size, ratio, pages, its, spec)
+            all_names, ranges = self.stages.parts(table, names)
+        layers = tuple(self.numbers[name] for name in all_names)
+        layer_group = replace(layer_group, layers=layers)
+        record_groups, ratio, all_tensors = self._parts(spec, layer_group, ratio, names)
+        for record_group, layer_range in itertools.product(record_groups, ranges):
+            all_heads = range(record_group.kv_heads), range(record_group.kv_heads)
+            in_rank, in_record = all_heads if self.heads is None else self.heads.within(record_group, spec)
+            begin = layer_range.start - ranges[0].start
+            tensors = all_tensors[begin : begin + len(layer_range)]
+            if len(record_groups) > 1:
+                tensors = [tensor[:, in_rank.start : in_rank.stop] for tensor in tensors]
+            if len(layer_range) < len(all_names):
+                record_layers = layers[layer_range.start : layer_range.stop]
+                record_group = replace(record_group, layers=record_layers, model_layers=layers)
+            layer_names = tuple(all_names[layer_range.start : layer_range.stop])
+            order = None
+            if self.orders is not None:
+                order = self.orders[layer_names[0]].part(in_rank.start, len(in_rank)).joined
+            pages = Pages.of(record_group, tensors, order, in_record)
+            yield GroupPages(table, spec.block_size, ratio, pages, layer_names, spec)
 
     def _parts(
-        self, spec: Any, whole: LayerGroup, ratio: int, names: list[str]
+        self, spec: Any, layer_group: LayerGroup, ratio: int, names: list[str]
     ) -> tuple[list[LayerGroup], int, list[torch.Tensor]]:
         """Divide the heads of layers of one form into records.
 
         Returns:
-            The layer group of each record, without regard to stages; pages of these per block of the table;
-            and the layers' tensors, with a first dimension of such pages.
+            The layer group of each record, ignoring stages; the number of its pages per block of the table;
+            and the layers' tensors, whose first dimension counts such pages.
         """
-        held = [self.tensors[name] for name in names]
-        parts = [whole] if self.heads is None else self.heads.parts(whole, spec)
+        tensors = [self.tensors[name] for name in names]
+        record_groups = [layer_group] if self.heads is None else self.heads.parts(layer_group, spec)
         reads_parts = self.heads is not None and self.heads.reads_parts(spec)
-        if not whole.opaque:
-            return parts, ratio, held
-        if parts[0].parts == 1 and not reads_parts:
-            return parts, 1, [tensor.view(self.blocks, -1, *tensor.shape[1:]) for tensor in held]
+        if not layer_group.opaque:
+            return record_groups, ratio, tensors
+        if record_groups[0].parts == 1 and not reads_parts:
+            return record_groups, 1, [tensor.view(self.blocks, -1, *tensor.shape[1:]) for tensor in tensors]
         # heads are contiguous within a kernel block, but not within one of vLLM's
-        if (len(parts) > 1 or reads_parts) and not self.opaque:
+        if (len(record_groups) > 1 or reads_parts) and not self.opaque:
             raise ConfigError(
                 f"record_ranks: the pages of layer {names[0]} cannot be divided into heads, as its "
                 "attention backend packs K and V in its own order; want none"
             )
-        if parts[0].parts == 1 and ratio > 1:
+        if record_groups[0].parts == 1 and ratio > 1:
             raise ConfigError(
                 f"record_ranks: {ratio} blocks of the kernel are one of the {spec.block_size} tokens "
                 f"of layer {names[0]}, and one page of such records; want none"
             )
-        small = [
-            replace(part, block_tokens=part.block_tokens // ratio, page_bytes=(part.page_bytes or 0) // ratio)
-            for part in parts
+        kernel_groups = [
+            replace(
+                group, block_tokens=group.block_tokens // ratio, page_bytes=(group.page_bytes or 0) // ratio
+            )
+            for group in record_groups
         ]
-        return small, ratio, held
+        return kernel_groups, ratio, tensors
 
 
 def group_pages(
@@ -492,7 +499,7 @@ def group_pages(
         stages: layers of all pipeline stages; None: `groups` are all layers, and a record holds all of one
             form.
         precision: precision of the records.
-        orders: places of K and V in the kernel's blocks, by layer name; given these, blocks are not opaque.
+        orders: positions of K and V in the kernel's blocks, by layer name. With them, blocks are not opaque.
 
     Raises:
         ConfigError: heads or layers cannot be divided as requested, or KV cannot be kept in fewer bits.
@@ -504,8 +511,8 @@ def group_pages(
     found = [
         group
         for table, specs in enumerate(groups)
-        for (form, ratio), alike in grouping.forms(specs).items()
-        for group in grouping.groups(table, specs[alike[0]], form, ratio, alike)
+        for (layer_group, ratio), alike in grouping.forms(specs).items()
+        for group in grouping.groups(table, specs[alike[0]], layer_group, ratio, alike)
     ]
     # sorted by the model's layers, so that all stages have the same order of arrays
     found.sort(key=lambda e: (e.pages.group.all_layers, e.pages.group.layers, e.pages.group.first_head))
@@ -530,18 +537,20 @@ def add_states(
     """
     layout, pages = found
     names = sorted((name for specs in groups for name in specs), key=layer_order)
-    most = max(group.chunk_bytes(chunk_tokens) for group in layout.groups)
+    record_bytes = max(group.chunk_bytes(chunk_tokens) for group in layout.groups)
     added = []
     for table, specs in enumerate(groups):
-        forms: dict[LayerGroup, list[str]] = {}
+        names_by_group: dict[LayerGroup, list[str]] = {}
         for name in sorted(specs, key=layer_order):
             if isinstance(spec := specs[name], MambaSpec):
-                forms.setdefault(states.form_of(spec, tensors[name], chunk_tokens), []).append(name)
-        for form, alike in forms.items():
-            for part in divide(alike, form.block_bytes, most):
-                group = replace(form, layers=tuple(names.index(name) for name in part))
-                where = Pages.of(group, [tensors[name] for name in part])
-                added.append(GroupPages(table, chunk_tokens, 1, where, tuple(part), specs[part[0]]))
+                names_by_group.setdefault(states.form_of(spec, tensors[name], chunk_tokens), []).append(name)
+        for layer_group, alike in names_by_group.items():
+            for layer_names in divide(alike, layer_group.block_bytes, record_bytes):
+                group = replace(layer_group, layers=tuple(names.index(name) for name in layer_names))
+                state_pages = Pages.of(group, [tensors[name] for name in layer_names])
+                added.append(
+                    GroupPages(table, chunk_tokens, 1, state_pages, tuple(layer_names), specs[layer_names[0]])
+                )
     return replace(layout, groups=(*layout.groups, *(entry.pages.group for entry in added))), pages + added
 
 

@@ -1,8 +1,8 @@
 """Read and write `kv_transfer_params`, the field by which a router and two engines arrange a handoff.
 
-The field has the form of vLLM's own connectors: the prefill engine's request has do_remote_decode, and its
-answer holds the parameters of the decode engine's request, which has do_remote_prefill. kvkit pushes, so the
-prefill engine needs the decode engine's address, `handoff`. With several ranks, each sends to an address of
+The field has the same keys as in vLLM's own connectors. The prefill engine's request has do_remote_decode.
+Its answer holds the parameters of the decode engine's request, which has do_remote_prefill. kvkit pushes, so
+the prefill engine needs the decode engine's address, `handoff`. Each of several ranks sends to an address of
 its own.
 """
 
@@ -55,11 +55,11 @@ def read_for(
         ConfigError: as in `read`.
     """
     for kind, role in (("decode", "prefill"), ("prefill", "decode")):
-        asked, takes = f"do_remote_{kind}", config is not None and config.role in (role, "both")
-        if (params or {}).get(asked) and not takes:
-            have = "there is no [handoff]" if config is None else f"handoff.role is {config.role!r}"
+        parameter, accepted = f"do_remote_{kind}", config is not None and config.role in (role, "both")
+        if (params or {}).get(parameter) and not accepted:
+            reason = "there is no [handoff]" if config is None else f"handoff.role is {config.role!r}"
             raise HandoffUnavailable(
-                f"{WHERE}.{asked}: {have} in this engine's settings; want role = {role!r} or 'both'"
+                f"{WHERE}.{parameter}: {reason} in this engine's settings; want role = {role!r} or 'both'"
             )
     return read(params, {} if config is None else config.peers)
 
@@ -82,11 +82,11 @@ def read(params: Mapping[str, Any] | None, peers: Mapping[str, str]) -> RemoteDe
         raise ConfigError(
             f"{WHERE}: do_remote_decode and do_remote_prefill are both set; want one of the two"
         )
-    given = params.get("transfer_id")
-    if sends and given is None:
-        given = uuid.uuid4().hex
+    transfer_id = params.get("transfer_id")
+    if sends and transfer_id is None:
+        transfer_id = uuid.uuid4().hex
     try:
-        transfer = check_id("transfer", given)
+        transfer = check_id("transfer", transfer_id)
     except MessageError as error:
         raise ConfigError(f"{WHERE}.transfer_id: {error}") from error
     if receives:
@@ -104,15 +104,15 @@ def answer(sending: RemoteDecode, tokens: int) -> dict[str, Any]:
     }
 
 
-def _address(given: object, peers: Mapping[str, str]) -> str:
+def _address(value: object, peers: Mapping[str, str]) -> str:
     choices = ", ".join(peers) or "none"
-    if given is None and len(peers) == 1:
-        (given,) = peers
-    if given is None:
+    if value is None and len(peers) == 1:
+        (value,) = peers
+    if value is None:
         raise ConfigError(f"{WHERE}.handoff: where to send is not said; the peers are {choices}")
-    if not isinstance(given, str):
-        raise ConfigError(f"{WHERE}.handoff = {given!r}: want an address or a peer's name")
-    if given not in peers and "://" not in given:
-        said = addresses.quoted(given)
-        raise ConfigError(f"{WHERE}.handoff = {said!r}: no such peer; the peers are {choices}")
-    return peers.get(given, given)
+    if not isinstance(value, str):
+        raise ConfigError(f"{WHERE}.handoff = {value!r}: want an address or a peer's name")
+    if value not in peers and "://" not in value:
+        shown = addresses.quoted(value)
+        raise ConfigError(f"{WHERE}.handoff = {shown!r}: no such peer; the peers are {choices}")
+    return peers.get(value, value)

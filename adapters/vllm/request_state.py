@@ -37,11 +37,11 @@ class PendingLookup:
             same_length: whether nothing can be loaded unless all ranks found the same (with states).
         """
         answers = self.answers.values()
-        least = min(answers, key=lambda answer: (answer.tokens, answer.rank))
-        if same_length and any(answer.tokens != least.tokens for answer in answers):
-            least = replace(least, tokens=0, segments=())  # not all have a snapshot there
+        minimum = min(answers, key=lambda answer: (answer.tokens, answer.rank))
+        if same_length and any(answer.tokens != minimum.tokens for answer in answers):
+            minimum = replace(minimum, tokens=0, segments=())  # not all have a snapshot there
         documents = zip(*(answer.documents for answer in answers), strict=True)
-        return replace(least, documents=tuple(map(min, documents)))
+        return replace(minimum, documents=tuple(map(min, documents)))
 
     def exact_tokens(self, approximate: Container[str]) -> int:
         """Return how many leading tokens every rank can load exactly: up to the first with fewer bits."""

@@ -42,7 +42,7 @@ class SchedulerSide:
     Attributes:
         scheduler: matches, loads and saves.
         engine: vLLM's engine, as `scheduler` sees it.
-        events: KV events; None: nobody asked for them.
+        events: KV events; None: the engine sends none.
         epochs: resets, and versions of weights.
 
     Raises:
@@ -90,7 +90,7 @@ class SchedulerSide:
         self.epochs = Epochs(self.scheduler, self.engine, self.events)
 
     def bind_kv_cache_manager(self, manager: Any) -> None:
-        """Take vLLM's `KVCacheManager`, which keeps approximate KV private and gives blocks to blends."""
+        """Use vLLM's `KVCacheManager` to keep approximate KV private and to allocate blocks for blends."""
         self.engine.kv_cache_manager = manager
         blend, config = self._settings.blend, self.scheduler.config
         if blend is None and not config.approximate:

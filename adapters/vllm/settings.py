@@ -140,20 +140,20 @@ def read_settings(extra: Mapping[str, Any]) -> tuple[Settings, Config]:
     return settings.model_copy(update={"requests": _limits(settings.requests, config)}), config
 
 
-def _limits(given: RequestLimits, config: Config) -> RequestLimits:
+def _limits(requested: RequestLimits, config: Config) -> RequestLimits:
     """Return `given` with missing tiers filled in from the policy.
 
     Raises:
         ConfigError: `given` names a tier that does not exist.
     """
     policy = in_effect(config.resolved_policy(), [n for n, tier in config.tiers.items() if tier.in_memory])
-    own = {"load_from": policy.retrieve_from, "store_to": policy.store_to}
+    completed = {"load_from": policy.retrieve_from, "store_to": policy.store_to}
     known = dict.fromkeys(tier for tier in (*config.tiers, *policy.retrieve_from) if tier != HANDOFF)
-    for name, tiers in own.items():
-        named = getattr(given, name)
+    for name, tiers in completed.items():
+        named = getattr(requested, name)
         try:
             check_named(f"{WHERE}.requests.{name}", named or (), known)
         except PolicyError as error:
             raise ConfigError(str(error)) from error
-        own[name] = tuple(tier for tier in tiers if tier != HANDOFF) if named is None else named
-    return given.model_copy(update=own)
+        completed[name] = tuple(tier for tier in tiers if tier != HANDOFF) if named is None else named
+    return requested.model_copy(update=completed)

@@ -32,7 +32,7 @@ def tell(config: Config, vllm_config: Any) -> None:
     limits = {"--shutdown-timeout": int(getattr(vllm_config, "shutdown_timeout", 0))}
     if _in_processes(vllm_config):
         limits["VLLM_WORKER_SHUTDOWN_TIMEOUT_SECONDS"] = compat.worker_shutdown_s()
-    short = [f"{name} = {given}" for name, given in limits.items() if given <= needed]
+    short = [f"{name} = {value}" for name, value in limits.items() if value <= needed]
     tiers = [n for n in config.resolved_policy().store_to if n in config.tiers]
     slow = [name for name in tiers if not config.tiers[name].in_memory]
     if slow and short:

@@ -18,7 +18,7 @@ from kvkit.settings import ConfigError
 
 
 def check_state(name: str, spec: MambaSpec, hash_tokens: int | None) -> None:
-    """Check that a block's place in the block table determines which state it holds.
+    """Check that a block's index in the block table determines which state it holds.
 
     Args:
         name: name of the layer.
@@ -26,7 +26,7 @@ def check_state(name: str, spec: MambaSpec, hash_tokens: int | None) -> None:
         hash_tokens: unit of vLLM's own prefix cache, in tokens; None: a block.
 
     Raises:
-        ConfigError: it does not.
+        ConfigError: the index does not determine the state.
     """
     if spec.num_speculative_blocks:
         raise ConfigError(
@@ -85,8 +85,8 @@ def spread(
         at: number of tokens that the running states stand for.
         chunk_tokens: tokens of a chunk.
     """
-    place = 0 if at % chunk_tokens else at // chunk_tokens
+    position = 0 if at % chunk_tokens else at // chunk_tokens
     return tuple(
-        [0] * (place - 1) + table[: min(place, 1)] if running.get(i) else table
+        [0] * (position - 1) + table[: min(position, 1)] if running.get(i) else table
         for i, table in enumerate(blocks)
     )

@@ -56,31 +56,31 @@ class Stats(KVConnectorStats):  # type: ignore[misc]  # vLLM is not typed for my
     def aggregate(self, other: KVConnectorStats) -> Stats:
         """Add the counts of `other`. Mutates and returns this object."""
         for rank, counted in other.data.items():
-            mine = self.data.setdefault(rank, {})
+            totals = self.data.setdefault(rank, {})
             for name, value in counted.items():
-                mine[name] = _add(mine[name], value) if name in mine else value
+                totals[name] = _add(totals[name], value) if name in totals else value
         return self
 
     def reduce(self) -> dict[str, int | float]:
         """Return one number per metric: the sum; of tokens, the highest rank's; of observations, the mean."""
-        found: dict[str, int | float] = {}
+        reduced: dict[str, int | float] = {}
         for name in dict.fromkeys(name for counted in self.data.values() for name in counted):
             values = [counted[name] for counted in self.data.values() if name in counted]
             if isinstance(values[0], list):
-                found[f"mean_{name}"] = fmean(chain(*values))
+                reduced[f"mean_{name}"] = fmean(chain(*values))
                 continue
             totals = [sum(value.values()) if isinstance(value, dict) else value for value in values]
-            found[name] = max(totals) if name.endswith("_tokens") else sum(totals)
-        return found
+            reduced[name] = max(totals) if name.endswith("_tokens") else sum(totals)
+        return reduced
 
     def is_empty(self) -> bool:
         return not self.data
 
 
-def _add(mine: Any, value: Any) -> Any:
+def _add(total: Any, value: Any) -> Any:
     if isinstance(value, dict):
-        return {tier: mine.get(tier, 0) + value.get(tier, 0) for tier in {**mine, **value}}
-    return mine + value
+        return {tier: total.get(tier, 0) + value.get(tier, 0) for tier in {**total, **value}}
+    return total + value
 
 
 class PromMetrics(KVConnectorPromMetrics):  # type: ignore[misc]
@@ -91,11 +91,11 @@ class PromMetrics(KVConnectorPromMetrics):  # type: ignore[misc]
         self._metrics: dict[str, Any] = {}
         for row in METRICS.splitlines()[2:]:
             name, labels, meaning = (cell.strip() for cell in row.strip("|").split("|"))
-            given = name, meaning, [*self._labelnames, *labels.split(", ")]
+            description = name, meaning, [*self._labelnames, *labels.split(", ")]
             self._metrics[name.removeprefix("vllm:kvkit_")] = (
-                self._histogram_cls(*given, buckets=BYTES_PER_SECOND)
+                self._histogram_cls(*description, buckets=BYTES_PER_SECOND)
                 if meaning.startswith("histogram")
-                else self._counter_cls(*given)
+                else self._counter_cls(*description)
             )
 
     def observe(self, transfer_stats_data: dict[str, Any], engine_idx: int = 0) -> None:
@@ -182,11 +182,11 @@ class Recorder:
         """Return the counts since the last call, or None if there are none."""
         now, before = self._cache.counts(), self._before
         self._before = now
-        grown: dict[str, Any] = {"lookup_tokens": now.lookup_tokens - before.lookup_tokens}
+        increases: dict[str, Any] = {"lookup_tokens": now.lookup_tokens - before.lookup_tokens}
         for name in ("hit_tokens", "approximate_tokens", "loaded_tokens", "loaded_bytes", "stored_bytes"):
-            grown[name] = dict(getattr(now, name) - getattr(before, name))
-        grown["stored_tokens"] = dict(self._stored_tokens(now) - self._stored_tokens(before))
-        self._note(**{name: value for name, value in grown.items() if value})
+            increases[name] = dict(getattr(now, name) - getattr(before, name))
+        increases["stored_tokens"] = dict(self._stored_tokens(now) - self._stored_tokens(before))
+        self._note(**{name: value for name, value in increases.items() if value})
         with self._lock:
             stats, self._stats = self._stats, Stats()
         return None if stats.is_empty() else stats

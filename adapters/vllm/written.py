@@ -30,40 +30,41 @@ def check_written(modules: Mapping[str, Any], pages: Mapping[str, torch.Tensor],
         ConfigError: the check fails; the message names the layer and the setting.
     """
     known = set()
-    for name, held in pages.items():
+    for name, tensor in pages.items():
         module: Any = modules.get(name)
         if not hasattr(getattr(module, "impl", None), "do_kv_cache_update"):
             continue
-        form = held.shape[1:], held.dtype, held.stride(), module.dtype
-        if form in known:
+        kind = tensor.shape[1:], tensor.dtype, tensor.stride(), module.dtype
+        if kind in known:
             continue
-        known.add(form)
-        where = f"layer {name} computes {module.dtype} and its pages hold {held.dtype}"
-        if not quantised and held.element_size() != module.dtype.itemsize:
+        known.add(kind)
+        description = f"layer {name} computes {module.dtype} and its pages hold {tensor.dtype}"
+        if not quantised and tensor.element_size() != module.dtype.itemsize:
             raise ConfigError(
-                f"kv_cache_dtype: {where}: vLLM's attention on a CPU writes past them; want 'auto'"
+                f"kv_cache_dtype: {description}: vLLM's attention on a CPU writes past them; want 'auto'"
             )
-        if len(held) > _BLOCK + 1 and not _fills(module, held, quantised):
+        if len(tensor) > _BLOCK + 1 and not _fills(module, tensor, quantised):
             raise ConfigError(
-                f"kv_cache_dtype: {where}: vLLM writes K and V outside of their block's page; "
+                f"kv_cache_dtype: {description}: vLLM writes K and V outside of their block's page; "
                 "want 'auto', or an engine without kvkit"
             )
 
 
 def _fills(module: Any, pages: torch.Tensor, quantised: bool) -> bool:
     """Return whether the tokens of a block fill its page and leave the neighbouring pages unchanged."""
-    near = pages[_BLOCK - 1 : _BLOCK + 2]
-    before = near.clone()
-    near.copy_(torch.full_like(before.view(torch.uint8), _POISON).view(before.dtype))
-    poisoned = near.clone()
+    neighbours = pages[_BLOCK - 1 : _BLOCK + 2]
+    before = neighbours.clone()
+    neighbours.copy_(torch.full_like(before.view(torch.uint8), _POISON).view(before.dtype))
+    poisoned = neighbours.clone()
     heads, tokens = pages.shape[1:3]
     k, v = (
         torch.ones(heads, tokens, size, dtype=module.dtype)
         for size in (module.head_size, getattr(module, "head_size_v", module.head_size))
     )
     write_tokens(module, k, v, torch.arange(tokens) + _BLOCK * tokens)
-    changed = (near.contiguous().view(torch.uint8) != poisoned.contiguous().view(torch.uint8)).reshape(3, -1)
+    found, expected = (tensor.contiguous().view(torch.uint8) for tensor in (neighbours, poisoned))
+    changed = found != expected
     elements = changed.reshape(3, -1, pages.element_size()).any(-1)
-    near.copy_(before)
+    neighbours.copy_(before)
     filled = elements[1].any() if quantised else elements[1].all()
     return bool(filled) and not bool(elements[0].any() or elements[2].any())

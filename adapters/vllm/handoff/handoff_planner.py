@@ -64,17 +64,17 @@ class HandoffPlanner(Planner):
             request, remote = state.request, state.remote_decode
             if remote is None:
                 continue
-            whole = handed_off_tokens(self._config, request.num_prompt_tokens)
+            total = handed_off_tokens(self._config, request.num_prompt_tokens)
             computed, first = request.num_computed_tokens + tokens, state.sent or 0
-            stop = whole if computed >= request.num_prompt_tokens else computed // chunk * chunk
+            stop = total if computed >= request.num_prompt_tokens else computed // chunk * chunk
             if stop <= first:
                 continue
-            sequence, table = self._engine.sequence(request, whole), blocks(state.request_id)
+            sequence, table = self._engine.sequence(request, total), blocks(state.request_id)
             if sequence is None or table is None:
                 continue
             state.sent = stop
             table = spread(table, self._config.states, computed, chunk)
-            part = cut(table, self._config.block_tokens, first, -(-stop // chunk) * chunk, 0, stop)
+            tables = cut(table, self._config.block_tokens, first, -(-stop // chunk) * chunk, 0, stop)
             yield SendTask(
                 state.request_id,
                 remote.transfer,
@@ -82,6 +82,6 @@ class HandoffPlanner(Planner):
                 sequence,
                 first,
                 stop,
-                part,
-                last=stop == whole,
+                tables,
+                last=stop == total,
             )

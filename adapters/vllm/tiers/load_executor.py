@@ -94,7 +94,9 @@ class LoadExecutor(Capability):
                 self._loading[request_id][1].cancel()
         done = {request_id for request_id, (_, load) in self._loading.items() if load.done}
         finished.received |= done
-        finished.failed |= {name for name in done if not self._finish(*self._loading.pop(name))}
+        finished.failed |= {
+            request_id for request_id in done if not self._finish(*self._loading.pop(request_id))
+        }
 
     def take_invalid_blocks(self) -> set[int]:
         """Return the blocks whose loads failed since the last call: their contents are invalid."""
@@ -143,11 +145,11 @@ class LoadExecutor(Capability):
         context = self._context
         end, loaded = load.finish()
         self.lookups.release(task.request_id)
-        kept = end == task.stop
-        context.stats.loaded(loaded, time.monotonic() - load.began, kept)
+        complete = end == task.stop
+        context.stats.loaded(loaded, time.monotonic() - load.began, complete)
         context.request_stats.hit(task.request_id, loaded.by_tier)
         context.request_stats.done(task.request_id)
-        if not kept:
+        if not complete:
             end = max(end, task.start)
             log.warning("%s: loaded up to token %d of %d", task.request_id, end, task.stop)
             context.report.failed.append(task.request_id)
@@ -155,4 +157,4 @@ class LoadExecutor(Capability):
                 size = context.groups[0].block_tokens
                 self._invalid.update(task.blocks[0][(end - load.base) // size :])
                 self._invalid.discard(-1)
-        return kept
+        return complete

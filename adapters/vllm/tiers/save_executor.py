@@ -24,7 +24,7 @@ class SaveExecutor(Capability):
         self._tiers = context.cache.policy.store_to
         self._saving: list[Transfer[Stored]] = []
         self._wait_s = SAVE_WAIT_S
-        self._last: set[str] = set()  # requests whose blocks stay for their last save
+        self._last: set[str] = set()  # requests whose last save still needs their blocks
         self._released: set[str] = set()  # those whose last save is over, until `finish`
         self._prompt_tokens: dict[str, int] = {}  # of ended requests, until their last save is over
 

@@ -66,8 +66,9 @@ class SavePlanner(Planner):
         sequence = self._engine.sequence(request, end)
         table = self._tables(state, blocks, 0, first, stop)
         sizes = zip(table, config.block_tokens, strict=True)
-        parts = [part for number, part in enumerate(sizes) if number not in config.states]
-        if sequence is None or any(-1 in part or len(part) * n < end - first * chunk for part, n in parts):
+        kv_tables = [entry for number, entry in enumerate(sizes) if number not in config.states]
+        tokens = end - first * chunk
+        if sequence is None or any(-1 in ids or len(ids) * size < tokens for ids, size in kv_tables):
             return False  # a window has left some of the blocks
         self.last_saves.append(SaveTask(state.request_id, sequence, first, table, state.policy, last=True))
         self._engine.expect_chunks(request, first, stop)
@@ -100,11 +101,11 @@ class SavePlanner(Planner):
             sequence, table = self._engine.sequence(request, stop * chunk), blocks(state.request_id)
             if sequence is not None and table is not None:
                 self._engine.expect_chunks(request, first, stop)
-                part = self._tables(state, table, computed, first, stop)
-                yield SaveTask(state.request_id, sequence, first, part, state.policy)
+                tables = self._tables(state, table, computed, first, stop)
+                yield SaveTask(state.request_id, sequence, first, tables, state.policy)
 
     def _first_unsaved(self, state: RequestState) -> int:
-        """Return a request's first chunk that no save was planned of and no tier has."""
+        """Return a request's first chunk that no tier has and for which no save was planned."""
         first: int = state.request.num_computed_tokens // self._config.chunk_tokens
         if state.saved is not None:
             # after a preemption or a failed load, `first` is lower: those chunks are recomputed
@@ -118,12 +119,17 @@ class SavePlanner(Planner):
         return first
 
     def _tables(self, state: RequestState, blocks: Tables, at: int, first: int, stop: int) -> Tables:
-        """Return the blocks of chunks [first, stop), of snapshots those to store; states run at `at`."""
+        """Return the blocks of chunks [first, stop), with -1 for snapshots that are not stored.
+
+        Args:
+            at: number of tokens that the running states stand for.
+        """
         config, chunk = self._config, self._config.chunk_tokens
         prompt_chunks, end = (state.request.num_prompt_tokens - 1) // chunk, stop * chunk
-        part = cut(spread(blocks, config.states, at, chunk), config.block_tokens, first * chunk, end, 0, end)
+        blocks = spread(blocks, config.states, at, chunk)
+        tables = cut(blocks, config.block_tokens, first * chunk, end, 0, end)
         for table in config.states:
-            for i in range(len(part[table])):
+            for i in range(len(tables[table])):
                 if not is_snapshot_kept(first + i + 1, config.snapshot_every, prompt_chunks):
-                    part[table][i] = -1
-        return part
+                    tables[table][i] = -1
+        return tables
