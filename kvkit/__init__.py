@@ -1,6 +1,6 @@
 """kvkit: compute an LLM's KV cache once, use it everywhere. Start reading at `kvkit.cache`.
 
-Importing it imports nothing else: each name below comes from its module when it is first asked for.
+Importing it imports nothing else: each name below is imported from its module on first access.
 """
 
 from __future__ import annotations

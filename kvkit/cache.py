@@ -401,8 +401,8 @@ class Cache:
         Raises:
             CacheError: `pages` do not match the layout.
         """
-        none = self.chunks(np.zeros(0, np.int32))
-        groups, formats = check_pages(pages, none, 0, self.layout), none.formats + none.states
+        no_chunks = self.chunks(np.zeros(0, np.int32))
+        groups, formats = check_pages(pages, no_chunks, 0, self.layout), no_chunks.formats + no_chunks.states
         return self._threads.storing.submit(partial(warm_up, groups, formats, self.staging, self.timeout_s))
 
     def pin(self, tokens: Any, seconds: float, namespace: Namespace | None = None) -> int:
@@ -427,8 +427,8 @@ class Cache:
             CacheTimeout: some are still in flight after `timeout_s` (default: the cache's).
         """
         limit = self.timeout_s if timeout_s is None else timeout_s
-        if left := self.writes.outstanding.wait(limit):
-            raise CacheTimeout(f"{left} puts are still in flight after {limit} s")
+        if unfinished := self.writes.outstanding.wait(limit):
+            raise CacheTimeout(f"{unfinished} puts are still in flight after {limit} s")
 
     def pending_writes(self) -> int:
         """Count the puts a flush would wait for: of records and of array metadata."""
@@ -471,11 +471,11 @@ class Cache:
         if self._closed or not self._fork_guard.is_here:
             return
         self._closed = True
-        until = time.monotonic() + (self.shutdown_timeout_s if timeout_s is None else timeout_s)
+        deadline = time.monotonic() + (self.shutdown_timeout_s if timeout_s is None else timeout_s)
         if self.server is not None:
-            self.server.close(until - time.monotonic())
+            self.server.close(deadline - time.monotonic())
         try:
-            close(self.writes, self._threads.all, until - time.monotonic())
+            close(self.writes, self._threads.all, deadline - time.monotonic())
         finally:
             self.staging.close()
 
@@ -528,9 +528,9 @@ def _check_fits(layout: KVLayout, namespace: Namespace, tiers: Sequence[Tier], s
     names = [tier.name for tier in tiers]
     if len(set(names)) != len(names):
         raise CacheError(f"tiers: two share a name, {names}")
-    biggest = largest_record_bytes(layout, namespace)
-    if staging.slot_bytes < biggest:
-        raise CacheError(f"staging.slot_bytes={staging.slot_bytes}: a record takes {biggest}")
+    largest = largest_record_bytes(layout, namespace)
+    if staging.slot_bytes < largest:
+        raise CacheError(f"staging.slot_bytes={staging.slot_bytes}: a record takes {largest}")
     if staging.slots < len(layout.groups):
         raise CacheError(f"staging.slots={staging.slots}: a chunk takes {len(layout.groups)}")
     check_quantisable(layout, {tier.name: tier.precision for tier in tiers})

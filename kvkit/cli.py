@@ -1,6 +1,6 @@
 """The command line: `kvkit --help` lists its commands; each is imported when it is run or listed.
 
-Commands of kvkit's own rooms are in `COMMANDS`, all others are entry points of the group `kvkit.commands`.
+Commands of the core package are in `COMMANDS`; all others are entry points of the group `kvkit.commands`.
 """
 
 from __future__ import annotations
@@ -34,17 +34,17 @@ class _Commands(TyperGroup):
     def get_command(self, ctx: Any, cmd_name: str) -> Any:
         if cmd_name in COMMANDS:
             module, _, function = COMMANDS[cmd_name].partition(":")
-            found = getattr(import_module(module), function)
+            target = getattr(import_module(module), function)
         else:
             entries = tuple(entry_points(group=GROUP, name=cmd_name))
             if not entries:
                 return None
-            found = entries[0].load()
-        if isinstance(found, typer.Typer):
-            command = get_command(found)
+            target = entries[0].load()
+        if isinstance(target, typer.Typer):
+            command = get_command(target)
         else:
             single = typer.Typer(add_completion=False)
-            single.command()(found)
+            single.command()(target)
             command = get_command(single)
         command.name = cmd_name
         return command
@@ -72,8 +72,8 @@ app = typer.Typer(
 )
 
 
-def _tell_version(wanted: bool) -> None:
-    if wanted:
+def _tell_version(requested: bool) -> None:
+    if requested:
         typer.echo(f"kvkit {version_of(DISTRIBUTION)}")
         raise typer.Exit
 

@@ -135,16 +135,16 @@ class Config(BaseSettings):
 
     @model_validator(mode="after")
     def _policy_names_tiers(self) -> Config:
-        made = () if self.handoff is None else self.handoff.tiers
-        for name in made:
-            if name in self.tiers or made.count(name) > 1:
+        handoff_tiers = () if self.handoff is None else self.handoff.tiers
+        for name in handoff_tiers:
+            if name in self.tiers or handoff_tiers.count(name) > 1:
                 raise ValueError(
                     f"handoff: tier name {name!r} is used twice; want distinct names for peers and tiers"
                 )
         if self.handoff is not None:
             self.handoff.check_tiers(self.tiers)
         try:
-            policy = check_policy(self.resolved_policy(), (*self.tiers, *made))
+            policy = check_policy(self.resolved_policy(), (*self.tiers, *handoff_tiers))
             if self.handoff is not None:
                 self.handoff.check_policy(policy, tuple(self.tiers))
         except ValueError as error:
@@ -177,8 +177,8 @@ class Config(BaseSettings):
                 weights must not be quantised: `kvkit.transfer.precision.check`.
         """
         if not self.unchecked_precision:
-            wanted = dict.fromkeys([self.precision, *(tier.precision for tier in self.tiers.values())])
-            for precision in wanted:
+            precisions = dict.fromkeys([self.precision, *(tier.precision for tier in self.tiers.values())])
+            for precision in precisions:
                 if precision is not None:
                     check(precision, "unchecked_precision = true")
 
@@ -236,9 +236,9 @@ def open_cache(
     """
     if not config.tiers and config.handoff is None:
         raise ConfigError("tiers: none given; want at least one, such as [tiers.disk] with a url")
-    for found in {group.precision for group in layout.groups} - {config.precision}:
+    for other in {group.precision for group in layout.groups} - {config.precision}:
         raise ConfigError(
-            f"precision = {config.precision!r}: the layout's is {found!r}; want one that `Config.layout` made"
+            f"precision = {config.precision!r}: the layout's is {other!r}; want one that `Config.layout` made"
         )
     with ExitStack() as opened:
         staging = _open_staging(config, layout, namespace)
@@ -250,9 +250,11 @@ def open_cache(
                 opened.callback(tiers[-1].close)
             if config.handoff is not None:
                 in_memory = [tier for tier in tiers if tier.in_memory]
-                for made in _open_handoff(config.handoff, in_memory, layout, namespace, config.timeout_s):
-                    tiers.append(made)
-                    opened.callback(made.close)
+                for handoff_tier in _open_handoff(
+                    config.handoff, in_memory, layout, namespace, config.timeout_s
+                ):
+                    tiers.append(handoff_tier)
+                    opened.callback(handoff_tier.close)
             cache = Cache(
                 layout,
                 namespace,
@@ -283,14 +285,14 @@ def open_cache(
 def _open_staging(config: Config, layout: KVLayout, namespace: Namespace) -> Staging:
     """Allocate the slots of staging and of memory tiers, each of the size of the largest record."""
     slot_bytes = largest_record_bytes(layout, namespace)
-    passing = config.staging // slot_bytes
-    if passing < len(layout.groups):
+    staging_slots = config.staging // slot_bytes
+    if staging_slots < len(layout.groups):
         raise ConfigError(
             f"staging={config.staging.human_readable()}: a chunk of this model takes {len(layout.groups)} "
             f"slots of {ByteSize(slot_bytes).human_readable()}"
         )
-    resident = (tier.capacities[0] or 0 for tier in config.tiers.values() if tier.in_memory)
-    slots = passing + sum(capacity // slot_bytes for capacity in resident)
+    memory_capacities = (tier.capacities[0] or 0 for tier in config.tiers.values() if tier.in_memory)
+    slots = staging_slots + sum(capacity // slot_bytes for capacity in memory_capacities)
     try:
         return Staging(slot_bytes, slots)
     except (OSError, OverflowError) as error:
@@ -341,8 +343,8 @@ def _refuse_misspelt_variables() -> None:
     for variable in os.environ:
         name = variable.lower().removeprefix(_PREFIX.lower()).partition("__")[0]
         if variable.upper().startswith(_PREFIX) and name not in known:
-            near = difflib.get_close_matches(name, known, 1, cutoff=0.75)
-            if near:
+            matches = difflib.get_close_matches(name, known, 1, cutoff=0.75)
+            if matches:
                 raise ConfigError(
-                    f"{ENVIRONMENT}: {variable}: unknown setting; did you mean {_PREFIX}{near[0].upper()}?"
+                    f"{ENVIRONMENT}: {variable}: unknown setting; did you mean {_PREFIX}{matches[0].upper()}?"
                 )

@@ -60,37 +60,37 @@ def explain(
     """
     lines = []
     for entry in error.errors():
-        given = values is None or _has(values, entry["loc"])
-        lines.append((source if given else f"{ENVIRONMENT}: ") + _explained(entry, model))
+        from_source = values is None or _has(values, entry["loc"])
+        lines.append((source if from_source else f"{ENVIRONMENT}: ") + _explained(entry, model))
     return "\n".join(lines)
 
 
 def _has(values: Any, path: tuple[str | int, ...]) -> bool:
     """Return whether `values` has this setting, or a value in place of one of its tables."""
-    for part in path:
+    for key in path:
         if isinstance(values, dict):
-            if part not in values:
+            if key not in values:
                 return False
-            values = values[part]
+            values = values[key]
     return True
 
 
 def _explained(entry: Any, model: type[BaseModel]) -> str:
     path = entry["loc"]
-    where = ".".join(map(str, path))
+    setting = ".".join(map(str, path))
     if entry["type"] == "extra_forbidden":
         known = list(_section(model, path).model_fields)
-        near = difflib.get_close_matches(str(path[-1]), known, 1)
-        hint = f"did you mean {near[0]!r}? " if near else ""
-        return f"{where}: unknown setting; {hint}the settings here are {', '.join(known)}"
+        matches = difflib.get_close_matches(str(path[-1]), known, 1)
+        hint = f"did you mean {matches[0]!r}? " if matches else ""
+        return f"{setting}: unknown setting; {hint}the settings here are {', '.join(known)}"
     secret = not _SECRET.isdisjoint(path)
-    given = "" if secret or isinstance(entry["input"], dict) else shown(repr(entry["input"]))
+    shown_value = "" if secret or isinstance(entry["input"], dict) else shown(repr(entry["input"]))
     # `shown` does not recognise a password in an address without a scheme
-    login = "://" not in given and ":" in given.rpartition("@")[0]
-    value = f" = {given}" if given and not login else ""
+    login = "://" not in shown_value and ":" in shown_value.rpartition("@")[0]
+    assignment = f" = {shown_value}" if shown_value and not login else ""
     hint = "; want bytes, or a number with a unit such as '4GiB'" if "byte_size" in entry["type"] else ""
     message = entry["msg"].removeprefix("Value error, ") + hint
-    return f"{where}{value}: {message}" if where else message
+    return f"{setting}{assignment}: {message}" if setting else message
 
 
 def _section(model: type[BaseModel], path: Sequence[str | int]) -> type[BaseModel]:
@@ -99,12 +99,12 @@ def _section(model: type[BaseModel], path: Sequence[str | int]) -> type[BaseMode
     def models(annotation: Any) -> Iterator[type[BaseModel]]:
         if isinstance(annotation, type) and issubclass(annotation, BaseModel):
             yield annotation
-        for part in get_args(annotation):
-            yield from models(part)
+        for argument in get_args(annotation):
+            yield from models(argument)
 
-    for part in path[:-1]:
-        if part in model.model_fields:
-            model = next(models(model.model_fields[str(part)].annotation), model)
+    for key in path[:-1]:
+        if key in model.model_fields:
+            model = next(models(model.model_fields[str(key)].annotation), model)
     return model
 
 
@@ -153,10 +153,10 @@ def grouped_options(command: Callable[..., None]) -> Callable[..., None]:
         flat += options
 
     @wraps(command)
-    def run(**given: Any) -> None:
+    def run(**values: Any) -> None:
         for name, (kind, names) in groups.items():
-            given[name] = kind(**{option: given.pop(option) for option in names})
-        command(**given)
+            values[name] = kind(**{option: values.pop(option) for option in names})
+        command(**values)
 
     run.__signature__ = signature.replace(parameters=flat)  # type: ignore[attr-defined]
     run.__annotations__ = {parameter.name: parameter.annotation for parameter in flat}

@@ -27,7 +27,7 @@ from kvkit.workers import ForkGuard, Stopped
 log = logging.getLogger(__name__)
 PAGE_BYTES = mmap.PAGESIZE
 RECLAIM_S = 0.25
-"""Seconds between the requests of a waiting caller that others give up slots."""
+"""Interval, in seconds, at which a waiting caller asks others to release slots."""
 _PREFAULT_BYTES = 8 << 20
 _HUGE_PAGE = 2 << 20
 _TRIES = 64
@@ -364,11 +364,11 @@ class Staging(Arena):
     def _lease(self, count: int) -> list[Lease]:
         if self._closed:
             raise StagingError("the staging arena is closed")
-        taken = [self._free.popleft() for _ in range(count)]
-        for slot in taken:
+        slots = [self._free.popleft() for _ in range(count)]
+        for slot in slots:
             self._references[slot] = 1
             self.used[slot] = 0
-        return [Lease(self, slot) for slot in taken]
+        return [Lease(self, slot) for slot in slots]
 
     def _release(self, lease: Lease) -> None:
         self._fork_guard.check()
@@ -377,9 +377,9 @@ class Staging(Arena):
                 return
             self._free.appendleft(lease.slot)  # the slot used last is the one in cache
             self._changed.notify_all()
-            told = tuple(self._when_freed)
-        for freed in told:
-            freed()
+            callbacks = tuple(self._when_freed)
+        for callback in callbacks:
+            callback()
 
 
 def _current_gpu() -> int:
@@ -406,10 +406,10 @@ def prefault(memory: mmap.mmap, stopped: Callable[[], bool], start: int = 0, sto
         # fails before Linux 5.14: pages are then faulted in on use
         if stopped() or madvise(base + first, size, populate):
             break
-        inner = -(-(base + first) // _HUGE_PAGE) * _HUGE_PAGE
-        pages = (base + first + size - inner) // _HUGE_PAGE
+        aligned = -(-(base + first) // _HUGE_PAGE) * _HUGE_PAGE
+        pages = (base + first + size - aligned) // _HUGE_PAGE
         if pages > 0 and not stopped():  # fails before Linux 6.1, and if no huge pages are left
-            madvise(inner, pages * _HUGE_PAGE, collapse)
+            madvise(aligned, pages * _HUGE_PAGE, collapse)
 
 
 def map_shared(descriptor: int, size: int, offset: int = 0) -> mmap.mmap:
@@ -419,7 +419,7 @@ def map_shared(descriptor: int, size: int, offset: int = 0) -> mmap.mmap:
     between move the next one.
     """
     memory = mmap.mmap(descriptor, size, offset=offset)
-    between: list[mmap.mmap] = []
+    padding: list[mmap.mmap] = []
     with suppress(OSError):  # no address space left for another try
         for _ in range(_TRIES):
             start: int = np.frombuffer(memory, np.uint8).ctypes.data
@@ -427,7 +427,7 @@ def map_shared(descriptor: int, size: int, offset: int = 0) -> mmap.mmap:
                 break
             # too large to fit between other mappings
             gap = (start - size) % _HUGE_PAGE + 16 * _HUGE_PAGE
-            between += [memory, mmap.mmap(-1, gap, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS, prot=0)]
+            padding += [memory, mmap.mmap(-1, gap, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS, prot=0)]
             memory = mmap.mmap(descriptor, size, offset=offset)
     return memory
 

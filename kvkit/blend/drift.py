@@ -26,7 +26,7 @@ KAndV = tuple[torch.Tensor, torch.Tensor]
 Places = tuple[NDArray[np.int64], torch.Tensor, torch.Tensor]
 """Positions, slots, and lost context in float32, each [T]."""
 OF_K = 0.5
-"""The part of the share that is added to K: more overshoots in the question's attention scores."""
+"""Factor of the share for K: a larger one overshoots in the question's attention scores."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -53,18 +53,18 @@ class Drift:
             first_n: number of tokens at the start of every span from which nothing is estimated.
             slots: int64 [N], slots of all tokens.
         """
-        again = np.isin(np.arange(plan.tokens), rows)
-        telling = np.flatnonzero(plan.reused & again & (offsets(plan.starts, plan.tokens) >= first_n))
-        told = np.flatnonzero(plan.reused & ~again)
-        if not share or not len(telling) or not len(told):
+        recomputed = np.isin(np.arange(plan.tokens), rows)
+        sources = np.flatnonzero(plan.reused & recomputed & (offsets(plan.starts, plan.tokens) >= first_n))
+        targets = np.flatnonzero(plan.reused & ~recomputed)
+        if not share or not len(sources) or not len(targets):
             return None
         device, missed = slots.device, missed_context(plan)
 
-        def places(some: NDArray[np.int64]) -> Places:
-            of_some = torch.from_numpy(missed[some]).to(device)
-            return some, slots[torch.from_numpy(some).to(device)], of_some
+        def with_slots(positions: NDArray[np.int64]) -> Places:
+            lost = torch.from_numpy(missed[positions]).to(device)
+            return positions, slots[torch.from_numpy(positions).to(device)], lost
 
-        return cls(share, places(telling), places(told))
+        return cls(share, with_slots(sources), with_slots(targets))
 
     def held(self, pages: KAndV) -> KAndV:
         """Return K and V of `telling`, [T, H, D] and [T, H, Dv], to be passed to `tell`."""
@@ -73,14 +73,15 @@ class Drift:
     def tell(self, pages: KAndV, before: KAndV, rope: Rope) -> None:
         """Add the share of the change since `held` to K and V of `told`. Mutates the pages."""
         k_pages, v_pages = pages
-        (positions, _, lost), (others, slots, lost_by_others) = self.telling, self.told
+        (positions, _, lost), (other_positions, slots, lost_by_others) = self.telling, self.told
         k, v = self.held(pages)
-        back, there = (
-            torch.from_numpy(rope.turns(turned))[:, None].to(k.device) for turned in (-positions, others)
+        to_zero, to_position = (
+            torch.from_numpy(rope.turns(deltas))[:, None].to(k.device)
+            for deltas in (-positions, other_positions)
         )
-        of_k = reference.rotate(k.float() - before[0].float(), back, rope)
+        of_k = reference.rotate(k.float() - before[0].float(), to_zero, rope)
         added = lost_by_others[:, None, None] * _slope(of_k, lost)
-        _add(k_pages, slots, OF_K * self.share * reference.rotate(added, there, rope))
+        _add(k_pages, slots, OF_K * self.share * reference.rotate(added, to_position, rope))
         added = lost_by_others[:, None, None] * _slope(v.float() - before[1].float(), lost)
         _add(v_pages, slots, self.share * added)
 

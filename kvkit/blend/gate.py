@@ -13,17 +13,17 @@ from kvkit.blend.plan import BlendError, Selection
 from kvkit.environment import keep_verdict, verdict_path
 
 MAX_KL = 0.1
-"""The highest KL divergence with which blending may be enabled, in nats a token."""
+"""Maximum KL divergence with which blending may be enabled, in nats per token."""
 MAX_OF_NAIVE = 0.5
-"""The highest such KL divergence as a share of that of reuse without recomputing anything."""
+"""Maximum KL divergence as a share of that of naive reuse, which recomputes nothing."""
 
 
 def decide(kl: float, naive_kl: float) -> dict[str, Any]:
     """Decide whether blending may be enabled.
 
     Args:
-        kl: KL divergence of the next token's distribution with blending, in nats a token.
-        naive_kl: the same of reuse without recomputing anything.
+        kl: KL divergence of the next token's distribution with blending, in nats per token.
+        naive_kl: the same for naive reuse, which recomputes nothing.
 
     Returns:
         passed, kl, naive_kl, of_naive, kl_limit, of_naive_limit.
@@ -69,8 +69,8 @@ def check(name: str, selection: Selection, unless: str) -> None:
     path: Path | str = "there is no home"
     try:
         path = path_of(name)
-        kept = json.loads(path.read_text())
-        passed, measured_with = kept["passed"], Selection(**kept["selection"])
+        verdict = json.loads(path.read_text())
+        passed, measured_with = verdict["passed"], Selection(**verdict["selection"])
     except (OSError, ValueError, LookupError, TypeError, RecursionError):
         raise BlendError(f"blending has not been measured with these weights ({path}): {advice}") from None
     if selection.ratio < measured_with.ratio or selection != replace(measured_with, ratio=selection.ratio):

@@ -211,11 +211,11 @@ def select_tokens(
     free = free & ((ranked > -np.inf) | (offset < first_n))
     order = np.lexsort((positions, -ranked, offset >= first_n))  # the first of every span, then by score
     order = order[free[order]]
-    must = int((offset[free] < first_n).sum())
+    minimum = int((offset[free] < first_n).sum())
     if coverage < 1 and scores is not None and len(order):
-        paid = np.maximum(scores[order], 0).cumsum(dtype=np.float64)
-        count = min(count, int(np.searchsorted(paid, coverage * paid[-1])) + 1)
-    return np.sort(order[: max(count, must)]).astype(np.int32)
+        cumulative = np.maximum(scores[order], 0).cumsum(dtype=np.float64)
+        count = min(count, int(np.searchsorted(cumulative, coverage * cumulative[-1])) + 1)
+    return np.sort(order[: max(count, minimum)]).astype(np.int32)
 
 
 def count_of(selection: Selection, plan: BlendPlan, layers: int) -> tuple[int, int]:
@@ -233,21 +233,21 @@ def count_of(selection: Selection, plan: BlendPlan, layers: int) -> tuple[int, i
         return rows, 0
     budget = rows * layers
     if isinstance(needs, NeedsDeviation):
-        every = int((~plan.exact).sum()) - len(plan.computed)
-        return max(0, round((budget - every) / max(1, layers - 1))), 1
+        reused_rows = int((~plan.exact).sum()) - len(plan.computed)
+        return max(0, round((budget - reused_rows) / max(1, layers - 1))), 1
     if not isinstance(needs, NeedsQuestion):
         return rows, layers
-    wanted = min(selection.layers, layers - 1) if needs.depth is None else round(needs.depth * layers)
+    wanted_layers = min(selection.layers, layers - 1) if needs.depth is None else round(needs.depth * layers)
     affordable = budget // (2 * len(plan.computed))  # at least half of it is for the chosen tokens
-    looked = max(1, min(wanted, affordable))
-    return max(0, round((budget - looked * len(plan.computed)) / layers)), looked
+    observed = max(1, min(wanted_layers, affordable))
+    return max(0, round((budget - observed * len(plan.computed)) / layers)), observed
 
 
 def observed_layers(selection: Selection, plan: BlendPlan, layers: int) -> int:
     """Return the number of layers to run before tokens are chosen; 0: scores would change nothing."""
-    count, looked = count_of(selection, plan, layers)
+    count, observed = count_of(selection, plan, layers)
     first = select_tokens(None, plan.starts, plan.reused, 0, selection.first_n)
-    return looked if len(first) < count else 0
+    return observed if len(first) < count else 0
 
 
 def question_of(selection: Selection) -> NeedsQuestion:
@@ -274,8 +274,8 @@ def filtered(selection: Selection, plan: BlendPlan, layers: int) -> list[int]:
         return [count]
     spread = min(1 / 3, int(plan.reused.sum()) / max(1, count) - 1)
     line = count * np.linspace(1 + spread, 1 - spread, layers - 1) if layers > 2 else np.full(1, count)
-    parts = np.diff(np.round(np.cumsum(line)), prepend=0)
-    return [int(part) for part in sorted(parts, reverse=True)]
+    counts = np.diff(np.round(np.cumsum(line)), prepend=0)
+    return [int(number) for number in sorted(counts, reverse=True)]
 
 
 def choose(
@@ -299,8 +299,8 @@ def choose(
     free, count = among or (plan.reused, count_of(selection, plan, layers)[0])
     method, scores = named(selection.method), None
     if seen is not None or method.needs is None:
-        nothing = np.zeros((0, plan.tokens), np.float32)
-        view = View(plan.starts, free, nothing if seen is None else seen, selection.fade)
+        no_input = np.zeros((0, plan.tokens), np.float32)
+        view = View(plan.starts, free, no_input if seen is None else seen, selection.fade)
         scores = method.scores(view)
     coverage = 1.0 if seen is None else selection.coverage
     return select_tokens(scores, plan.starts, free, count, selection.first_n, coverage)
@@ -329,16 +329,16 @@ def split(tokens: Tokens, minimum: int = 64, maximum: int = 512) -> NDArray[np.i
     cuts = [0]
     if total > 2 * minimum:
         hashes = _window_hashes(ids)  # of cuts 0 .. T - 1
-        around = np.lib.stride_tricks.sliding_window_view(hashes, 2 * minimum + 1)
-        lowest = around.min(axis=1)
-        alone = (around == lowest[:, None]).sum(axis=1) == 1
+        windows = np.lib.stride_tricks.sliding_window_view(hashes, 2 * minimum + 1)
+        lowest = windows.min(axis=1)
+        unique = (windows == lowest[:, None]).sum(axis=1) == 1
         middle = hashes[minimum : total - minimum]
-        cuts += (np.flatnonzero((middle == lowest) & alone) + minimum).tolist()
+        cuts += (np.flatnonzero((middle == lowest) & unique) + minimum).tolist()
     cuts.append(total)
     pieces = [0]
     for start, stop in itertools.pairwise(cuts):
-        parts = -(-(stop - start) // maximum)
-        pieces += [start + (stop - start) * (i + 1) // parts for i in range(parts)]
+        count = -(-(stop - start) // maximum)
+        pieces += [start + (stop - start) * (i + 1) // count for i in range(count)]
     return np.array(pieces, np.int64)
 
 
@@ -346,8 +346,8 @@ def _window_hashes(ids: NDArray[np.int32]) -> NDArray[np.uint64]:
     """Hash the tokens before each token, at most 8 of them: uint64 [T]."""
     mixed = _mix(ids.astype(np.uint64) + np.uint64(1))
     hashes = np.zeros(len(ids), np.uint64)
-    for back in range(1, _HASHED_TOKENS + 1):
-        hashes[back:] += mixed[:-back] * np.uint64(_ODD**back % 2**64)
+    for distance in range(1, _HASHED_TOKENS + 1):
+        hashes[distance:] += mixed[:-distance] * np.uint64(_ODD**distance % 2**64)
     return _mix(hashes)
 
 

@@ -47,8 +47,8 @@ def read(given: Any, least_ratio: float, methods: Sequence[str]) -> BlendFields:
     except ValidationError as error:
         raise ConfigError(explain(error, BlendFields, f"{WHERE}.")) from error
     if fields.method is not None and fields.method not in methods:
-        named = reprlib.repr(fields.method)
-        raise ConfigError(f"{WHERE}.method = {named}: want one of {', '.join(methods)}")
+        method = reprlib.repr(fields.method)
+        raise ConfigError(f"{WHERE}.method = {method}: want one of {', '.join(methods)}")
     if fields.ratio is not None and fields.ratio < least_ratio:
         raise ConfigError(f"{WHERE}.ratio = {fields.ratio}: want at least {least_ratio}")
     return fields
@@ -66,8 +66,8 @@ def check_spans(fields: BlendFields, tokens: int | None) -> None:
         return
     end = prefix = fields.prefix or 0
     for document in fields.documents:
-        inside = tokens is None or document[-1:] <= [tokens]
-        if len(document) != 2 or not end <= document[0] < document[1] or not inside:
+        ends_in_prompt = tokens is None or document[-1:] <= [tokens]
+        if len(document) != 2 or not end <= document[0] < document[1] or not ends_in_prompt:
             within = "" if tokens is None else f" and within {tokens} tokens"
             raise ConfigError(
                 f"{WHERE}.documents: {reprlib.repr(document)}: want [start, stop] in order, apart, "

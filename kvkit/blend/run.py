@@ -145,11 +145,11 @@ def blend(
     needs, seen = named(selection.method).needs, None
     if isinstance(needs, NeedsAuxiliary) and auxiliary is None:
         raise BlendError(f"method={selection.method!r}: needs {needs}: want `auxiliary`")
-    if looked := observed_layers(selection, plan, decoder.layers):
+    if observed := observed_layers(selection, plan, decoder.layers):
         if isinstance(needs, NeedsDeviation):
             return run.by_deviation(selection)
         if isinstance(needs, NeedsQuestion):
-            seen = run.attention(question_of(selection), looked, plan.computed)
+            seen = run.attention(question_of(selection), observed, plan.computed)
         else:
             seen = (
                 auxiliary(tokens, plan)
@@ -200,42 +200,45 @@ class _Run:
         h = self.layers(rows, self._embed(rows), range(self.decoder.layers))
         return Blended(self.decoder.logits(h)[-1], selected, self.row_layers)
 
-    def attention(self, asked: NeedsQuestion, layers: int, rows: Positions) -> NDArray[np.float32]:
-        """Run `rows` through the first `layers` layers; return the input that `asked` describes."""
+    def attention(self, needs: NeedsQuestion, layers: int, rows: Positions) -> NDArray[np.float32]:
+        """Run `rows` through the first `layers` layers; return the input that `needs` describes."""
         question = self.plan.question
-        which = np.searchsorted(rows, question).tolist()
-        whole, single = self._rows(question), [self._rows(question[i : i + 1]) for i in range(len(question))]
-        found = []
+        question_rows = np.searchsorted(rows, question).tolist()
+        all_rows = self._rows(question)
+        single_rows = [self._rows(question[i : i + 1]) for i in range(len(question))]
+        by_layer = []
 
         def look(layer: int, q: torch.Tensor, lse: torch.Tensor) -> None:
-            if asked.last is not None and layer < layers - asked.last:
+            if needs.last is not None and layer < layers - needs.last:
                 return
             k, v = self.kv.layers[layer]
-            values, scoring = v if asked.value_norm else None, self.decoder.attention(layer).scoring
-            if asked.heads == "norm":
-                each = zip(which, single, strict=True)
+            values, scoring = v if needs.value_norm else None, self.decoder.attention(layer).scoring
+            if needs.heads == "norm":
+                each = zip(question_rows, single_rows, strict=True)
                 by_row = [query_scores(q[i : i + 1], k, values, row, scoring) for i, row in each]
-                found.append(torch.stack(by_row).mean(1).square().sum(0).sqrt())
+                by_layer.append(torch.stack(by_row).mean(1).square().sum(0).sqrt())
             else:
-                seen_by = lse[which] if asked.anchors == 1 else None
-                found.append(together(query_scores(q[which], k, values, whole, scoring, seen_by), asked))
+                question_lse = lse[question_rows] if needs.anchors == 1 else None
+                scores = query_scores(q[question_rows], k, values, all_rows, scoring, question_lse)
+                by_layer.append(together(scores, needs))
 
-        self.layers(rows, self._embed(rows), range(layers), look, asked.anchors)
-        seen: NDArray[np.float32] = torch.stack(found).cpu().numpy()
+        self.layers(rows, self._embed(rows), range(layers), look, needs.anchors)
+        seen: NDArray[np.float32] = torch.stack(by_layer).cpu().numpy()
         return seen
 
     def recomputed(self) -> NDArray[np.float32]:
         """Return the input of `NeedsRecompute`, from a full prefill. Works on copies; mutates nothing."""
         pages = [(k.clone(), v.clone()) for k, v in self.kv.layers]
-        other = replace(self, kv=PagedKV(pages, self.kv.table), row_layers=0, sees=None)
-        every = np.flatnonzero(~self.plan.exact).astype(np.int32)
-        paid = other.attention(NeedsQuestion(heads="mean", value_norm=False), self.decoder.layers, every)
-        changes, reused = np.zeros_like(paid), np.flatnonzero(self.plan.reused).astype(np.int32)
+        copied_run = replace(self, kv=PagedKV(pages, self.kv.table), row_layers=0, sees=None)
+        inexact = np.flatnonzero(~self.plan.exact).astype(np.int32)
+        needs = NeedsQuestion(heads="mean", value_norm=False)
+        attention = copied_run.attention(needs, self.decoder.layers, inexact)
+        changes, reused = np.zeros_like(attention), np.flatnonzero(self.plan.reused).astype(np.int32)
         slots, tokens = self._rows(reused).slots, pages[0][1].shape[2]
         for change, (_, new), (_, old) in zip(changes, pages, self.kv.layers, strict=True):
             new, old = (v[slots // tokens, :, slots % tokens] for v in (new, old))
             change[reused] = token_deviation(new, old).sqrt().cpu().numpy()
-        return np.stack([paid, changes])
+        return np.stack([attention, changes])
 
     def by_deviation(self, selection: Selection) -> Blended:
         """Run every row that is not exact through layer 0, then choose, and run the chosen rows further."""
@@ -258,12 +261,12 @@ class _Run:
         q, k, v = self.decoder.qkv(layer, h)
         k_pages, v_pages = self.kv.layers[layer]
         slots, tokens = self._rows(rows).slots, v_pages.shape[2]
-        of_v = token_deviation(v, v_pages[slots // tokens, :, slots % tokens])
-        of_k = torch.empty_like(of_v)
-        turns = self._turns(self.decoder.attention(layer).rope, rows)
-        rope_scatter(q, k, v, turns, slots, k_pages, v_pages, of_k)
+        v_changes = token_deviation(v, v_pages[slots // tokens, :, slots % tokens])
+        k_changes = torch.empty_like(v_changes)
+        rotations = self._turns(self.decoder.attention(layer).rope, rows)
+        rope_scatter(q, k, v, rotations, slots, k_pages, v_pages, k_changes)
         seen = np.zeros((2, self.plan.tokens), np.float32)
-        seen[:, rows] = torch.stack([of_k, of_v]).cpu().numpy()
+        seen[:, rows] = torch.stack([k_changes, v_changes]).cpu().numpy()
         return seen
 
     def layers(
@@ -283,37 +286,37 @@ class _Run:
         drift = self._drift(positions) if look is None else None
         seen = positions if self.sees is None else self.sees(positions)
         rows = self._rows(seen)
-        turns: dict[Rope, RowTurns] = {}
+        rotations: dict[Rope, RowTurns] = {}
         for layer in layers:
-            form = self.decoder.attention(layer)
+            attention = self.decoder.attention(layer)
             k_pages, v_pages = self.kv.layers[layer]
             q, k, v = self.decoder.qkv(layer, h)
-            if form.rope not in turns:
-                turns[form.rope] = self._turns(form.rope, positions)
-            before = drift.held((k_pages, v_pages)) if drift else None
-            q = rope_scatter(q, k, v, turns[form.rope], slots, k_pages, v_pages)
-            if drift and before:
-                drift.tell((k_pages, v_pages), before, form.rope)
+            if attention.rope not in rotations:
+                rotations[attention.rope] = self._turns(attention.rope, positions)
+            drift_input = drift.held((k_pages, v_pages)) if drift else None
+            q = rope_scatter(q, k, v, rotations[attention.rope], slots, k_pages, v_pages)
+            if drift and drift_input:
+                drift.tell((k_pages, v_pages), drift_input, attention.rope)
             self.row_layers += len(positions)
             if layer == self.decoder.layers - 1 and look is None:  # only the last token's logits are needed
                 q, h, rows = q[-1:], h[-1:], self._rows(seen[-1:])
             if anchors < 1:
                 o, lse = blend_attention(
-                    q, *self._anchored(positions, anchors, k_pages, v_pages), form.scoring
+                    q, *self._anchored(positions, anchors, k_pages, v_pages), attention.scoring
                 )
             else:
-                o, lse = blend_attention(q, k_pages, v_pages, rows, form.scoring)
+                o, lse = blend_attention(q, k_pages, v_pages, rows, attention.scoring)
             if look is not None:
                 look(layer, q, lse)
             h = self.decoder.post(layer, h, o)
         return h
 
     def _drift(self, positions: Positions) -> Drift | None:
-        chosen = self.selection
-        if chosen is None or not chosen.drift:
+        selection = self.selection
+        if selection is None or not selection.drift:
             return None
         slots = self._rows(np.arange(self.plan.tokens, dtype=np.int32)).slots
-        return Drift.of(chosen.drift, chosen.first_n, self.plan, positions, slots)
+        return Drift.of(selection.drift, selection.first_n, self.plan, positions, slots)
 
     def _anchored(
         self, positions: Positions, share: float, k_pages: torch.Tensor, v_pages: torch.Tensor
@@ -324,20 +327,22 @@ class _Run:
         """
         plan, starts = self.plan, [*self.plan.starts.tolist(), self.plan.tokens]
         slots = self._rows(np.arange(plan.tokens, dtype=np.int32)).slots
-        block, n = slots // k_pages.shape[2], slots % k_pages.shape[2]
-        size = k_pages[block, :, n].float().norm(dim=-1).mean(1).cpu().numpy()
+        block, offset = slots // k_pages.shape[2], slots % k_pages.shape[2]
+        key_norms = k_pages[block, :, offset].float().norm(dim=-1).mean(1).cpu().numpy()
         kept = plan.exact.copy()
         kept[plan.computed] = True
         for start, stop in itertools.pairwise(starts):
             free = start + np.flatnonzero(plan.reused[start:stop])
             kept[free[:ANCHORS_FIRST]] = True
-            kept[free[np.argsort(size[free], kind="stable")[: round(share * len(free))]]] = True
-        there = np.flatnonzero(kept)
-        few = self._tensor(there)
-        k, v = (pages[block[few], :, n[few]].transpose(0, 1)[None] for pages in (k_pages, v_pages))
+            kept[free[np.argsort(key_norms[free], kind="stable")[: round(share * len(free))]]] = True
+        kept_positions = np.flatnonzero(kept)
+        kept_index = self._tensor(kept_positions)
+        block, offset = block[kept_index], offset[kept_index]
+        k, v = (pages[block, :, offset].transpose(0, 1)[None] for pages in (k_pages, v_pages))
         ends, table = np.array([0, len(positions)]), np.zeros((1, 1), np.int64)
-        at = np.searchsorted(there, positions)
-        return k, v, Rows.of(at, ends, np.array([len(there)]), table, len(there), self.decoder.device)
+        row_positions = np.searchsorted(kept_positions, positions)
+        count = len(kept_positions)
+        return k, v, Rows.of(row_positions, ends, np.array([count]), table, count, self.decoder.device)
 
     def _rows(self, positions: Positions) -> Rows:
         ends, lengths = np.array([0, len(positions)]), np.array([self.plan.tokens])

@@ -31,10 +31,12 @@ def metadata(form: RecordFormat, codec: str = "none", narrowed: Precision | None
     import zarr
     from zarr.codecs import BloscCodec, ZstdCodec
 
-    group, rows, precision = form.group, form.group.stored, narrowed or form.group.precision
+    group, stored_group, precision = form.group, form.group.stored, narrowed or form.group.precision
     k_size = 0 if group.opaque else group.k_size
-    stored = "uint8" if group.opaque or narrowed else _STORED_DTYPE.get(rows.dtype, rows.dtype)
-    width = 1 if stored == "uint8" else rows.item_bytes  # of the elements with shuffled bits
+    stored = (
+        "uint8" if group.opaque or narrowed else _STORED_DTYPE.get(stored_group.dtype, stored_group.dtype)
+    )
+    width = 1 if stored == "uint8" else stored_group.item_bytes  # of the elements with shuffled bits
     shape = quantised_shape(form.shape, k_size, group.dtype) if narrowed else form.shape
     compressors: dict[str, Any] = {
         "none": None,
@@ -95,6 +97,8 @@ def differences(found: bytes, wanted: bytes) -> list[str]:
     Raises:
         MetadataError: one of them describes no array.
     """
-    theirs, ours = read(found), read(wanted)
-    theirs["attributes"], ours["attributes"] = (m.get("attributes", {}).get("kvkit") for m in (theirs, ours))
-    return sorted(name for name in theirs | ours if theirs.get(name) != ours.get(name))
+    found_fields, wanted_fields = read(found), read(wanted)
+    for fields in (found_fields, wanted_fields):
+        fields["attributes"] = fields.get("attributes", {}).get("kvkit")
+    names = found_fields | wanted_fields
+    return sorted(name for name in names if found_fields.get(name) != wanted_fields.get(name))

@@ -50,19 +50,19 @@ def compress(record: Buffer, codec: str, out: Buffer) -> int:
     target[: header.header_bytes] = view[: header.header_bytes]
     width = header.item_bytes
     end = header.header_bytes
-    places: list[tuple[int, int]] = []
+    ranges: list[tuple[int, int]] = []
     sums: list[int] = []
     for offset, size in read_index(view, header.shape[0]):
         packed = compressor.encode(np.frombuffer(view[offset : offset + size], f"<u{width}"))
         if end + len(packed) > len(target):
             raise too_small
         target[end : end + len(packed)] = packed
-        places.append((end, len(packed)))
+        ranges.append((end, len(packed)))
         sums.append(xxh3_64_intdigest(packed))
         end += len(packed)
-    if end + len(trailer_of(places, end)) > len(target):
+    if end + len(trailer_of(ranges, end)) > len(target):
         raise too_small
-    return finish(target, codec, places, sums)
+    return finish(target, codec, ranges, sums)
 
 
 def decompress(record: Buffer, out: Buffer) -> Damage | int:
@@ -87,11 +87,11 @@ def decompress(record: Buffer, out: Buffer) -> Damage | int:
         target[:total] = view
         return total
     size = header.layer_bytes
-    places = even_ranges(header.header_bytes, size, header.shape[0])
+    ranges = even_ranges(header.header_bytes, size, header.shape[0])
     compressor, declared = _compressor(header.codec), _DECLARED[header.codec]
     target[: header.header_bytes] = view[: header.header_bytes]
     sums: list[int] = []
-    for (start, _), (offset, packed_size) in zip(places, packed, strict=True):
+    for (start, _), (offset, packed_size) in zip(ranges, packed, strict=True):
         data, layer = view[offset : offset + packed_size], target[start : start + size]
         if declared(data) != size:  # a shorter layer would leave part of `out` unwritten
             return Damage.FORMAT
@@ -100,7 +100,7 @@ def decompress(record: Buffer, out: Buffer) -> Damage | int:
         except (RuntimeError, ValueError):  # the checksum fits, but this codec did not write the data
             return Damage.FORMAT
         sums.append(xxh3_64_intdigest(layer))
-    return finish(target, "none", places, sums)
+    return finish(target, "none", ranges, sums)
 
 
 def finish(target: memoryview, codec: str, places: Sequence[tuple[int, int]], sums: Sequence[int]) -> int:
@@ -138,8 +138,8 @@ def _blosc_bytes(frame: memoryview) -> int | None:
     """
     if len(frame) < 16:
         return None
-    made, _, own = struct.unpack_from("<III", frame, 4)  # between them: bytes of a block
-    return int(made) if own == len(frame) else None
+    content_bytes, _, frame_bytes = struct.unpack_from("<III", frame, 4)  # between them: bytes of a block
+    return int(content_bytes) if frame_bytes == len(frame) else None
 
 
 _DECLARED: dict[str, Callable[[memoryview], int | None]] = {

@@ -69,8 +69,8 @@ def chunk_keys(tokens: Tokens, chunk_tokens: int, parent: bytes, algorithm: str 
     digest = _digest(algorithm)
     if chunk_tokens < 1:
         raise ChunkError(f"chunk_tokens={chunk_tokens}: want at least 1")
-    if len(parent) != (wanted := DIGEST_BYTES[algorithm]):
-        raise ChunkError(f"parent has {len(parent)} bytes: want {wanted}, a digest of {algorithm}")
+    if len(parent) != (digest_bytes := DIGEST_BYTES[algorithm]):
+        raise ChunkError(f"parent has {len(parent)} bytes: want {digest_bytes}, a digest of {algorithm}")
     ids = as_tokens(tokens)
     count = ids.size // chunk_tokens
     if not count:
@@ -115,12 +115,12 @@ def _from_sequence(tokens: Any) -> NDArray[np.int32]:
         # `struct.pack` would copy the sequence twice.
         return np.frombuffer(struct.Struct(f"<{len(tokens)}i").pack(*tokens), TOKEN)
     except struct.error as error:
-        wrong = [
+        invalid = [
             f"tokens[{i}] is {value!r}"
             for i, value in enumerate(tokens)
             if not hasattr(value, "__index__") or not _fits(operator.index(value))
         ]
-        raise ChunkError(f"{', '.join(wrong[:3])}: want int32") from error
+        raise ChunkError(f"{', '.join(invalid[:3])}: want int32") from error
 
 
 def _fits(value: int) -> bool:

@@ -106,29 +106,31 @@ class LayerGroup:
     def __post_init__(self) -> None:
         if not self.layers or list(self.layers) != sorted(set(self.layers)) or self.layers[0] < 0:
             raise LayoutError(f"layers={self.layers!r}: want ascending, distinct indices >= 0")
-        every, count = self.all_layers, len(self.layers)
-        if len(every) % count or self.layers not in [
-            every[i : i + count] for i in range(0, len(every), count)
+        all_layers, count = self.all_layers, len(self.layers)
+        if len(all_layers) % count or self.layers not in [
+            all_layers[i : i + count] for i in range(0, len(all_layers), count)
         ]:
-            raise LayoutError(f"layers={self.layers!r}, model_layers={every!r}: want one of its equal parts")
+            raise LayoutError(
+                f"layers={self.layers!r}, model_layers={all_layers!r}: want one of its equal parts"
+            )
         for field in ("kv_heads", "k_size", "block_tokens", "window", "page_bytes"):
             value = getattr(self, field)
             if value is not None and value < 1:
-                none = "None or " if field in ("window", "page_bytes") else ""
-                raise LayoutError(f"{field}={value!r}: want {none}at least 1")
+                or_none = "None or " if field in ("window", "page_bytes") else ""
+                raise LayoutError(f"{field}={value!r}: want {or_none}at least 1")
         if self.v_size < 0:
             raise LayoutError(f"v_size={self.v_size!r}: want 0 (MLA) or more")
-        heads, places = self.kv_heads, range(0, self.heads, self.kv_heads)
-        if self.heads % heads or self.first_head not in places:
+        heads, first_heads = self.kv_heads, range(0, self.heads, self.kv_heads)
+        if self.heads % heads or self.first_head not in first_heads:
             raise LayoutError(
                 f"first_head={self.first_head!r}, model_heads={self.model_heads!r}: want multiples of "
                 f"kv_heads={heads}, the first below the other"
             )
         if self.state is not None and not (self.state and self.page_bytes):
             raise LayoutError(f"state={self.state!r}: want its kind, and page_bytes")
-        for field, known in (("dtype", ITEM_BYTES), ("order", ORDERS)):
-            if getattr(self, field) not in known:
-                raise LayoutError(f"{field}={getattr(self, field)!r}: want one of {', '.join(known)}")
+        for field, choices in (("dtype", ITEM_BYTES), ("order", ORDERS)):
+            if getattr(self, field) not in choices:
+                raise LayoutError(f"{field}={getattr(self, field)!r}: want one of {', '.join(choices)}")
         if self.precision not in (None, *get_args(Precision)):
             raise LayoutError(
                 f"precision={self.precision!r}: want None or one of {', '.join(get_args(Precision))}"
@@ -305,7 +307,7 @@ class KVLayout:
         layers of the model, their number counts. Quantised KV, and KV that was computed with it, never has
         the fingerprint of full precision.
         """
-        every = ("kv_heads", "k_size", "v_size", "dtype")
+        always = ("kv_heads", "k_size", "v_size", "dtype")
         described = []
         for group in self.arrays:
             opaque = ("page_bytes", "block_tokens", "order") if group.opaque else ()
@@ -313,7 +315,7 @@ class KVLayout:
             parts = ("layer_parts",) if group.layer_parts > 1 else ()
             bits = ("precision",) if group.precision else ()
             state = ("state",) if group.state else ()
-            names = (*every, *opaque, *some, *parts, *bits, *state)
+            names = (*always, *opaque, *some, *parts, *bits, *state)
             fields = {name: getattr(group, name) for name in names}
             described.append(fields | {"layers": group.all_layers})
         digest = hashlib.blake2b(canonical_json(described), digest_size=16).hexdigest()
@@ -384,11 +386,11 @@ class KVLayout:
         windows = windows if windows is not None else [None] * len(pages)
         if len(windows) != len(pages):
             raise LayoutError(f"windows has {len(windows)} entries for {len(pages)} layers")
-        found: dict[LayerGroup, list[int]] = {}
+        groups: dict[LayerGroup, list[int]] = {}
         for layer, (tensor, window) in enumerate(zip(pages, windows, strict=True)):
-            form = _form_of(layer, tensor, v_size, opaque, window)
-            found.setdefault(form, []).append(layer)
-        return KVLayout(tuple(replace(form, layers=tuple(layers)) for form, layers in found.items()))
+            group = _form_of(layer, tensor, v_size, opaque, window)
+            groups.setdefault(group, []).append(layer)
+        return KVLayout(tuple(replace(group, layers=tuple(layers)) for group, layers in groups.items()))
 
 
 @dataclass(frozen=True, slots=True)
@@ -490,8 +492,8 @@ def _form_of(
         k, v = pages
         if k.shape[:3] != v.shape[:3] or k.dtype != v.dtype or opaque:
             raise LayoutError(f"pages[{layer}]: K {tuple(k.shape)} and V {tuple(v.shape)} do not go together")
-        form, v_form = (_form_of(layer, part, 0, False, window) for part in pages)
-        return replace(form, v_size=v_form.k_size, strides=None)
+        group, v_group = (_form_of(layer, tensor, 0, False, window) for tensor in pages)
+        return replace(group, v_size=v_group.k_size, strides=None)
     if pages.ndim != 4:
         raise LayoutError(f"pages[{layer}]: shape {tuple(pages.shape)}, want [B, H, N, C]")
     heads, tokens, channels = pages.shape[1:]

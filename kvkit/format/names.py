@@ -40,10 +40,10 @@ def quantised_name(name: str, precision: str) -> str:
     precision unchanged.
     """
     space, slash, rest = name.partition("/")
-    digest, marked, other = space.partition("-")
-    if marked and other != precision:
+    digest, dash, marked_precision = space.partition("-")
+    if dash and marked_precision != precision:
         return name
-    return f"{digest}{slash}{rest}" if marked else f"{digest}-{precision}{slash}{rest}"
+    return f"{digest}{slash}{rest}" if dash else f"{digest}-{precision}{slash}{rest}"
 
 
 def exact_name(name: str, precision: str | None) -> str:
@@ -57,7 +57,7 @@ def array_name(namespace: bytes, group: int) -> str:
 
 
 def record_name(array: str, key: bytes, place: int = 0, layer_place: int = 0) -> str:
-    """Return the name of `key`'s record in an array, at these places on the head and layer axes."""
+    """Return the name of `key`'s record in an array, at these coordinates on the head and layer axes."""
     high, low = coordinates(key)
     return f"{array}/c.{high}.{low}.{layer_place}.{place}.0.0"
 

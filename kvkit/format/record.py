@@ -11,9 +11,10 @@ The shard index locates the layers, so Zarr readers skip the header. The zeros p
 4096 bytes, so it can be read and written with O_DIRECT. `HEADER` below lists the header's fields. All
 integers are little-endian.
 
-A record proves itself: the header names namespace, parent key, key and token ids, and XXH3-64 checksums cover
-every byte. The header has one (over bytes 184 on, seeded with the checksum of bytes 0 to 175), each layer has
-one (so a layer can be read and verified alone), and so has the trailer, everything after the layers.
+A record verifies itself: the header names namespace, parent key, key and token ids, and XXH3-64 checksums
+cover every byte. The header has one (over bytes 184 on, seeded with the checksum of bytes 0 to 175), each
+layer has one (so a layer can be read and verified alone), and so has the trailer, everything after the
+layers.
 """
 
 from __future__ import annotations
@@ -95,7 +96,7 @@ A checksum per layer (8 bytes each), the token ids (4 bytes each) and zeros foll
 are equal in all uncompressed records of a format."""
 
 
-_OFFSETS = {name: place[1] for name, place in (HEADER.fields or {}).items()}
+_OFFSETS = {name: field[1] for name, field in (HEADER.fields or {}).items()}
 _PLACE, _NAMESPACE, _PARENT = (_OFFSETS[name] for name in ("place", "namespace", "parent"))
 _HEADER_SUM = _OFFSETS["header_sum"]
 _AFTER_HEADER_SUM = _OFFSETS["trailer_sum"]
@@ -301,8 +302,8 @@ def seal(
     if len(tokens) != form.namespace.chunk_tokens:
         raise RecordError(f"tokens: {len(tokens)}, want {form.namespace.chunk_tokens}")
     view[form.layers_end : form.record_bytes] = form.trailer
-    after = (xxh3_64_intdigest(form.trailer), *(sums or layer_checksums(form, view)))
-    tail = struct.pack(f"<{1 + form.shape[0]}Q", *after) + _as_bytes(tokens)
+    checksums = (xxh3_64_intdigest(form.trailer), *(sums or layer_checksums(form, view)))
+    tail = struct.pack(f"<{1 + form.shape[0]}Q", *checksums) + _as_bytes(tokens)
     view[:_PARENT] = form.fixed
     _KEYS.pack_into(view, _PARENT, parent, key)
     view[_AFTER_HEADER_SUM : form.header_bytes] = tail.ljust(form.header_bytes - _AFTER_HEADER_SUM, b"\0")
@@ -412,8 +413,8 @@ def read_header(record: Buffer) -> Header:
         raise RecordError("header cut short")
     if not _header_is_intact(view, header_bytes):
         raise RecordError("header checksum differs")
-    known = codec < len(CODECS) and (not fields["k_size"] or dtype in _DTYPES)
-    if not known or header_bytes != _header_bytes(layers, tokens):
+    is_known = codec < len(CODECS) and (not fields["k_size"] or dtype in _DTYPES)
+    if not is_known or header_bytes != _header_bytes(layers, tokens):
         raise RecordError("header contradicts itself")
     header = Header(
         **{name: fields[name] for name in ("version", "group", "k_size", "chunk_tokens", "trailer_sum")},
@@ -459,16 +460,16 @@ def examine(read: Read, size: int) -> tuple[Header, list[tuple[int, int]], Damag
     trailer = memoryview(read(header.layers_end, size - header.layers_end))
     if len(trailer) < size - header.layers_end or xxh3_64_intdigest(trailer) != header.trailer_sum:
         return header, [], Damage.TRAILER
-    places = read_index(trailer, header.shape[0])
-    if not _are_neighbours(places, header.header_bytes, header.layers_end):
+    ranges = read_index(trailer, header.shape[0])
+    if not _are_neighbours(ranges, header.header_bytes, header.layers_end):
         return header, [], Damage.TRAILER
-    for stored, (offset, count) in zip(header.layer_sums, places, strict=True):
+    for stored, (offset, count) in zip(header.layer_sums, ranges, strict=True):
         digest = xxh3_64()
         for start in range(offset, offset + count, PIECE_BYTES):
             digest.update(read(start, min(PIECE_BYTES, offset + count - start)))
         if digest.intdigest() != stored:
             return header, [], Damage.LAYER
-    return header, places, None
+    return header, ranges, None
 
 
 def relabel(
@@ -535,10 +536,10 @@ def total_bytes(layers_end: int, layers: int) -> int:
     return _round_up(layers_end + _INDEX_ENTRY * layers + _CRC_BYTES, ALIGN)
 
 
-def _are_neighbours(places: Sequence[tuple[int, int]], start: int, stop: int) -> bool:
+def _are_neighbours(ranges: Sequence[tuple[int, int]], start: int, stop: int) -> bool:
     """Return whether layers fill `start` to `stop` side by side, so that each byte is read once."""
-    ends = [start, *(offset + size for offset, size in places)]
-    return [offset for offset, _ in places] == ends[:-1] and ends[-1] == stop
+    ends = [start, *(offset + size for offset, size in ranges)]
+    return [offset for offset, _ in ranges] == ends[:-1] and ends[-1] == stop
 
 
 def _has_header(view: memoryview) -> bool:
@@ -558,13 +559,13 @@ def _header_is_intact(view: memoryview, header_bytes: int) -> bool:
     return struct.unpack_from("<Q", view, _HEADER_SUM) == (_header_sum(view, header_bytes),)
 
 
-def _explain(form: RecordFormat, view: memoryview) -> Damage:
+def _explain(record_format: RecordFormat, view: memoryview) -> Damage:
     """Return why an intact header is not of this format."""
     try:
         header = read_header(view)
     except RecordError:
         return Damage.HEADER
-    return Damage.FORMAT if header.namespace == form.digest else Damage.NAMESPACE
+    return Damage.FORMAT if header.namespace == record_format.digest else Damage.NAMESPACE
 
 
 def _as_bytes(tokens: npt.NDArray[np.int32]) -> bytes:

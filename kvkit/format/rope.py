@@ -99,6 +99,6 @@ class Rotation:
         if delta.shape not in ((chunks,), (chunks, tokens)):
             raise RopeError(f"delta: {delta.shape}, want ({chunks},) or ({chunks}, {tokens})")
         distinct, row = np.unique(delta, return_inverse=True)
-        each = row.reshape(delta.shape if delta.ndim == 2 else (chunks, 1))
-        rows = np.broadcast_to(each, (chunks, tokens))
+        row_ids = row.reshape(delta.shape if delta.ndim == 2 else (chunks, 1))
+        rows = np.broadcast_to(row_ids, (chunks, tokens))
         return self.rope.turns(distinct), np.ascontiguousarray(rows, np.int32)

@@ -1,7 +1,7 @@
 """URLs of stores as they may be shown: without possible secrets, in any link of a chained URL.
 
-A user name may be a token, a query a signature. Secrets cannot always be recognised (a password may have any
-character, also unquoted). In doubt, more is left out, never less.
+A user name may be a token, and a query may be a signature. Secrets cannot always be recognised (a password
+may have any character, also unquoted), so doubtful text is left out.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ _PARTS = re.compile("[:/?#&=;@]")
 
 def shown(url: str) -> str:
     """Return `url` without user names, passwords, queries and fragments; plain paths are unchanged."""
-    protocols, user, place = _cut(url)
+    protocols, user, location = _cut(url)
     if _AFTER.search(user):  # the @ may belong to the query
         return f"{protocols}{HIDDEN}"
-    shown_place = _AFTER.sub(f"?{HIDDEN}", place) if protocols else place
-    return f"{protocols}{HIDDEN}@{shown_place}" if user else f"{protocols}{shown_place}"
+    shown_location = _AFTER.sub(f"?{HIDDEN}", location) if protocols else location
+    return f"{protocols}{HIDDEN}@{shown_location}" if user else f"{protocols}{shown_location}"
 
 
 def has_password(url: str) -> bool:
@@ -41,8 +41,10 @@ def has_password(url: str) -> bool:
 def hide(text: str, url: str, options: Mapping[str, Any] | None = None) -> str:
     """Remove the secrets of `url` and the values of `options` from `text`, such as a library's error."""
     text = text.replace(url, shown(url))
-    parts = {*_secrets(url), *_values(options or {})}
-    secrets = {form for part in parts if len(part) >= _MIN_CHARS for form in _forms(part)}
+    candidates = {*_secrets(url), *_values(options or {})}
+    secrets = {
+        variant for candidate in candidates if len(candidate) >= _MIN_CHARS for variant in _forms(candidate)
+    }
     for secret in sorted(secrets, key=len, reverse=True):
         text = text.replace(secret, HIDDEN)
     return _URL.sub(lambda found: shown(found[0]), text)
@@ -54,14 +56,14 @@ def _cut(url: str) -> tuple[str, str, str]:
     if not separator:
         return "", "", url
     has_host = not rest.startswith("/") or "://" in rest
-    user, _, place = rest.rpartition("@") if has_host else ("", "", rest)
-    return protocols + separator, user, place
+    user, _, location = rest.rpartition("@") if has_host else ("", "", rest)
+    return protocols + separator, user, location
 
 
 def _secrets(url: str) -> Iterator[str]:
     """Yield what `shown` leaves out of `url`, whole and in parts."""
-    protocols, user, place = _cut(url)
-    after = _AFTER.search(place) if protocols else None
+    protocols, user, location = _cut(url)
+    after = _AFTER.search(location) if protocols else None
     for piece in (user, after[0][1:] if after else ""):
         yield from (piece, *_PARTS.split(piece))
 

@@ -25,19 +25,19 @@ def close(writes: WritePipeline, background: Sequence[Workers], timeout_s: float
         background: threads of lookups, prefetches, loads and stores.
     """
     until = time.monotonic() + timeout_s
-    saved_by = until - min(TIERS_S, timeout_s / 4)
-    why = f"after {timeout_s:.1f} s"
+    save_deadline = until - min(TIERS_S, timeout_s / 4)
+    reason = f"after {timeout_s:.1f} s"
     try:
         if unsaved := writes.unsaved():
             log.info("close: saving %s; at most %.1f s", unsaved, timeout_s)
         for workers in background:
             workers.close(0.0)  # stops them all from taking new jobs before waiting for any
         for workers in background:
-            if not workers.close(_left_s(saved_by)):
+            if not workers.close(_left_s(save_deadline)):
                 log.warning("close: a job of %r has not ended and is abandoned", workers.name)
-        writes.outstanding.wait(_left_s(saved_by))
+        writes.outstanding.wait(_left_s(save_deadline))
     except BaseException as error:  # a second signal: SIGKILL may follow
-        until, why = time.monotonic(), f"before {type(error).__name__}"
+        until, reason = time.monotonic(), f"before {type(error).__name__}"
         raise
     finally:
         cancelled = writes.close()
@@ -45,7 +45,7 @@ def close(writes: WritePipeline, background: Sequence[Workers], timeout_s: float
         if lost := cancelled + writes.unsaved():
             log.warning(
                 "close: not saved %s, and lost: %s; want a larger shutdown_timeout_s, or a faster tier",
-                why,
+                reason,
                 lost,
             )
 

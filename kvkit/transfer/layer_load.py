@@ -5,7 +5,7 @@
 
 Records are the same as elsewhere: a layer is one byte range of each record, and is verified alone. The read
 of the last layer includes the trailer, so a record passes the checks of `Cache.load`, but bytes appended to
-it are not read. The policy writes a run back after its last layer was returned.
+it are not read. A run is written back, if the policy says so, after its last layer was returned.
 """
 
 from __future__ import annotations
@@ -71,8 +71,8 @@ class LayerLoad:
         self._layers = layers_of(pages)
         by_group = [self._records[group :: chunks.groups] for group in range(chunks.groups)]
         reads = [
-            LayerReads(tiers, chunks, segment, at, by_group[at.group], readers[segment.tier])
-            for at in self._layers
+            LayerReads(tiers, chunks, segment, layer, by_group[layer.group], readers[segment.tier])
+            for layer in self._layers
             for segment in plan.segments
         ]
         self._reads = LayersReads(tiers, reads, len(plan.segments))
@@ -113,7 +113,7 @@ class LayerLoad:
 
     def _load(self, layer: Layer) -> None:
         """Unpack the leading run of a layer; the first failed chunk ends the run for later layers, too."""
-        done, form, pages = 0, self._chunks.formats[layer.group], self._pages[layer.group]
+        done, record_format, pages = 0, self._chunks.formats[layer.group], self._pages[layer.group]
         while done < self._count:
             ready = self._reads.take_reads()
             tier, failed = self._reads.tier, self._reads.failed
@@ -126,7 +126,7 @@ class LayerLoad:
                     self._tier_set.ended(tier, name, error)
                 if ready:
                     self._tier_set.health[tier].worked(time.monotonic())
-                    rows = pages.rows(form, done, len(ready))
+                    rows = pages.rows(record_format, done, len(ready))
                     unpack(layer.pages, [read.data for read in ready], **rows, after=self._after)
             finally:
                 release_all(read.lease for read in ready)
@@ -141,8 +141,8 @@ class LayerLoad:
 
         Ends the run before the first tier with an open circuit.
         """
-        circuit_open = (s.start for s in self._plan.segments if self._tier_set.circuit_open(s.tier))
-        self._count = next(circuit_open, self._count)
+        blocked_starts = (s.start for s in self._plan.segments if self._tier_set.circuit_open(s.tier))
+        self._count = next(blocked_starts, self._count)
         self._reads.clip(self._count)
         for entry in self._entries(0, self._count):
             lease = self._tier_set.tiers[entry.tier].borrow(entry.name)
@@ -153,25 +153,26 @@ class LayerLoad:
         """Lease slots for records that are read or kept whole, and start reading the former.
 
         A tier that cannot read parts reads a record whole, once and not once per layer. Records to be written
-        back are kept: their layers are read to their places in the slot. Records without a slot are read
+        back are kept: their layers are read to their offsets in the slot. Records without a slot are read
         layer by layer into slots that later layers reuse, and are not written back.
         """
         staging, tiers = self._staging, self._tier_set.tiers
-        kept = {s.tier for s in self._plan.segments if self._writes.is_written_back(s.tier)}
-        wanted = [
+        kept_tiers = {s.tier for s in self._plan.segments if self._writes.is_written_back(s.tier)}
+        without_slot = [
             entry
             for entry in self._entries(0, self._count)
-            if entry.lease is None and (entry.tier in kept or not tiers[entry.tier].reads_ranges)
+            if entry.lease is None and (entry.tier in kept_tiers or not tiers[entry.tier].reads_ranges)
         ]
-        biggest = max(form.layer_bytes for form in self._chunks.formats)
-        by_layers = -(-self._count // (staging.slot_bytes // biggest))  # slots for a layer of every chunk
-        slots = min(len(wanted), staging.free // 2, staging.free - by_layers)
+        largest = max(record_format.layer_bytes for record_format in self._chunks.formats)
+        # for a layer of every chunk
+        slots_for_layers = -(-self._count // (staging.slot_bytes // largest))
+        slots = min(len(without_slot), staging.free // 2, staging.free - slots_for_layers)
         leases: list[Lease] = []
         if slots > 0:
             with suppress(StagingTimeout):
                 leases = staging.acquire(slots, 0.0)
         reads: dict[str, list[WholeRead]] = {}
-        for entry, lease in zip(wanted, leases, strict=False):
+        for entry, lease in zip(without_slot, leases, strict=False):
             if not tiers[entry.tier].reads_ranges:
                 entry.whole = True
                 entry.coming = Future()
@@ -193,10 +194,10 @@ class LayerLoad:
             try:
                 if len(leases) < self._chunks.groups:
                     return
-                for entry, form, lease in zip(entries, self._chunks.formats, leases, strict=True):
+                for entry, record_format, lease in zip(entries, self._chunks.formats, leases, strict=True):
                     assert entry.header is not None
-                    record.write_framing(form, lease.buffer, entry.header)
-                    lease.used = form.record_bytes
+                    record.write_framing(record_format, lease.buffer, entry.header)
+                    lease.used = record_format.record_bytes
                 self._writes.write_back(tier, self._chunks, chunk, leases, targets)
             finally:
                 release_all(leases)

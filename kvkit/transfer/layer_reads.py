@@ -41,9 +41,9 @@ class LayeredRecord:
     """One record of a layered load, and its own slot, if it has one.
 
     Attributes:
-        whole: True if the slot holds the whole record, or will. Otherwise its layers are read to their places
-            there one by one, for a write-back; the slot is released if others wait for one.
-        coming: done when the tier has read the whole record; None if it does not.
+        whole: True if the slot holds the whole record, or will. Otherwise its layers are read to their
+            offsets in the slot one by one, for a write-back; the slot is released if others wait for one.
+        coming: done when the tier has read the whole record; None if the tier reads layers.
         header: the record's header, once verified.
     """
 
@@ -111,28 +111,28 @@ class LayerReads(SegmentReads):
         self._records = records
         self._readers = readers
 
-    def _lease(self, wanted: int, wait: bool) -> Sequence[RecordRead]:
+    def _lease(self, count: int, wait: bool) -> Sequence[RecordRead]:
         """Lease slots for all chunks left, or if `wait`, as many as are free.
 
         Chunks whose records have slots of their own need none; pieces of others share slots.
         """
         (offset, size), staging = self._range, self._tiers.staging
         per_slot = staging.slot_bytes // size
-        left = self._records[self.next : self.stop]
-        slots = -(-sum(entry.lease is None for entry in left) // per_slot)
+        remaining = self._records[self.next : self.stop]
+        slots = -(-sum(entry.lease is None for entry in remaining) // per_slot)
         leases: list[Lease] = []
         # others do not release slots for read-ahead
-        if slots and (staging.free >= slots or (wait and left[0].lease is None)):
+        if slots and (staging.free >= slots or (wait and remaining[0].lease is None)):
             leases = self._acquire(slots, 1 if wait else slots, wait)
-        room = ((lease, i * size) for lease in leases for i in range(per_slot))
+        free_pieces = ((lease, i * size) for lease in leases for i in range(per_slot))
         reads: list[RecordRead] = []
-        for chunk, entry in enumerate(left, self.next):
-            own = entry.share()
-            slot, start = next(room, (None, 0)) if own is None else (own, offset)
+        for chunk, entry in enumerate(remaining, self.next):
+            own_lease = entry.share()
+            slot, start = next(free_pieces, (None, 0)) if own_lease is None else (own_lease, offset)
             if slot is None:
                 break
             number = chunk * self._chunks.groups + self._layer.group
-            reads.append(RecordRead(self, number, entry.name, own or slot.share(), start, start + size))
+            reads.append(RecordRead(self, number, entry.name, own_lease or slot.share(), start, start + size))
         release_all(leases)
         return reads
 
@@ -154,7 +154,7 @@ class LayerReads(SegmentReads):
         read.done(error)
 
     def _damage(self, read: RecordRead) -> None:
-        """Find nothing: `_read` has verified the layer."""
+        """Return None: `_read` has verified the layer."""
 
     def _read(self, read: RecordRead, slot: Lease) -> None:
         """Fill `read.data` and verify it, with the header or trailer if not yet read.
@@ -164,28 +164,28 @@ class LayerReads(SegmentReads):
         Raises:
             OSError: the layer is not available or is damaged.
         """
-        form, place, chunk = self._form, self._layer.place, read.number // self._chunks.groups
+        record_format, layer_index, chunk = self._form, self._layer.place, read.number // self._chunks.groups
         entry = self._records[chunk]
         if entry.coming is not None:
             entry.coming.result(self._tiers.timeout_s)
         data = slot.array[read.start : read.stop].data
-        new, last = entry.header is None, place == form.shape[0] - 1
-        header = entry.header or bytearray(form.header_bytes)
-        trailer = bytearray(form.record_bytes - form.layers_end)
-        parts = [((0, form.header_bytes), memoryview(header))] if new else []
+        new, last = entry.header is None, layer_index == record_format.shape[0] - 1
+        header = entry.header or bytearray(record_format.header_bytes)
+        trailer = bytearray(record_format.record_bytes - record_format.layers_end)
+        pieces = [((0, record_format.header_bytes), memoryview(header))] if new else []
         if not entry.whole:
-            parts.append((self._range, data))
+            pieces.append((self._range, data))
         if last:  # adjacent to the last layer, so the tier can read both at once
-            parts.append(((form.layers_end, len(trailer)), memoryview(trailer)))
-        ranges, buffers = [part[0] for part in parts], [part[1] for part in parts]
+            pieces.append(((record_format.layers_end, len(trailer)), memoryview(trailer)))
+        ranges, buffers = [piece[0] for piece in pieces], [piece[1] for piece in pieces]
         if entry.whole:
             copy_ranges(entry.name, slot.buffer[: slot.used], ranges, buffers)
         else:
             self._tiers.tiers[self.tier].get_ranges(entry.name, ranges, buffers)
         # even if another read has set `entry.header` meanwhile: this header is the one used
-        damage = record.verify_header(form, header, *self._chunks.identity(chunk)) if new else None
-        damage = damage or record.verify_layer(form, header, place, data)
-        damage = damage or (record.verify_trailer(form, trailer) if last else None)
+        damage = record.verify_header(record_format, header, *self._chunks.identity(chunk)) if new else None
+        damage = damage or record.verify_layer(record_format, header, layer_index, data)
+        damage = damage or (record.verify_trailer(record_format, trailer) if last else None)
         if damage is not None:
             raise DamagedObject(f"{entry.name}: {damage}", damage)
         entry.header = header

@@ -54,8 +54,8 @@ class LayerPacker:
         for layer in layers_of(pages):
             self._layers.setdefault(layer.number, []).append(layer)
         self.left = list(self._layers)
-        forms = itertools.cycle(chunks.formats)
-        self._sums = [[0] * form.shape[0] for _, form in zip(leases, forms, strict=False)]
+        record_formats = itertools.cycle(chunks.formats)
+        self._sums = [[0] * f.shape[0] for _, f in zip(leases, record_formats, strict=False)]
 
     def layer(self, number: int) -> None:
         """Pack a layer of the model with complete KV. Its pages may change when this returns.
@@ -66,10 +66,10 @@ class LayerPacker:
         layers, groups = self._layers[number], self.chunks.groups
         for layer in layers if self.leases else ():
             leases = self.leases[layer.group :: groups]
-            form = self.chunks.formats[layer.group]
-            offset, size = record.layer_range(form, layer.place)
+            record_format = self.chunks.formats[layer.group]
+            offset, size = record.layer_range(record_format, layer.place)
             pieces = [lease.array[offset : offset + size] for lease in leases]
-            rows = self._pages[layer.group].rows_of(form, self.numbers)
+            rows = self._pages[layer.group].rows_of(record_format, self.numbers)
             clear_gaps(rows, pieces)
             pack(layer.pages, pieces, **rows)
             for sums, piece in zip(self._sums[layer.group :: groups], pieces, strict=True):
@@ -114,22 +114,22 @@ class LayerStore:
     def __enter__(self) -> LayerStore:
         tiers, groups = self._writes.tiers, self._chunks.groups
         self._plan = plan = self._writes.plan(self._chunks, self._targets)
-        most = min((plan.stop - plan.start) * groups, tiers.staging.slots // groups * groups)
+        limit = min((plan.stop - plan.start) * groups, tiers.staging.slots // groups * groups)
         leases: Sequence[Lease] = ()
         try:
-            if most:
-                leases = tiers.staging.acquire(most, tiers.timeout_s, at_least=groups)
+            if limit:
+                leases = tiers.staging.acquire(limit, tiers.timeout_s, at_least=groups)
         except StagingTimeout as error:
             log.warning("layer store: nothing is stored: %s", error)
         numbers = range(plan.start, plan.start + len(leases) // groups)
         self._packer = LayerPacker(self._chunks, self._pages, numbers, leases)
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+    def __exit__(self, error_type: type[BaseException] | None, *_: object) -> None:
         """Seal the records and start putting them if all layers are packed."""
         packer, stored = self._packer, 0
         try:
-            if kind is None and packer.leases and not packer.left:
+            if error_type is None and packer.leases and not packer.left:
                 packer.seal()
                 segments = self._plan.segments
                 stored = len(self._writes.start(segments, self._chunks, packer.numbers, packer.leases))

@@ -29,9 +29,9 @@ def layers_of(pages: Sequence[SequencePages]) -> list[Layer]:
     if any(entry.pages.group.state for entry in pages):
         raise CacheError("pages: layers with states cannot be moved one at a time; want `load` and `store`")
     layers = [
-        Layer(number, group, place, entry.pages.layer(place))
+        Layer(number, group, index, entry.pages.layer(index))
         for group, entry in enumerate(pages)
-        for place, number in enumerate(entry.pages.group.layers)
+        for index, number in enumerate(entry.pages.group.layers)
     ]
     layers.sort(key=lambda layer: layer.number)
     last = {layer.number: layer.group for layer in layers}

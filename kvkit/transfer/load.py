@@ -105,12 +105,12 @@ class Load:
 
     def _restore(self, transfer: Transfer[Any]) -> int:
         """Load the last available snapshot within the loaded run; return the chunks up to it."""
-        for place in reversed(snapshot_chunks(self._states, self._done)):
-            snapshot = self._chunks.snapshot(place)
+        for chunk in reversed(snapshot_chunks(self._states, self._done)):
+            snapshot = self._chunks.snapshot(chunk)
             hit = Hit(snapshot, find(self.tiers, snapshot, RetrievePlan(1)))
-            pages = pages_at(self._states, place)
+            pages = pages_at(self._states, chunk)
             if Load(self.tiers, self.writes, hit, pages, None, self.after).run(transfer).tokens:
-                return place + 1
+                return chunk + 1
         return 0
 
     def _write_back_to(self) -> Sequence[str]:
@@ -141,9 +141,10 @@ class Load:
         count = len(leases) // groups
         if rotate is not None:
             rotate = Rotation(rotate.rope, rotate.delta[first : first + count])
-        for g, (form, group) in enumerate(zip(self._chunks.formats, self.pages[:groups], strict=True)):
-            payloads = [record.payload(form, lease.array) for lease in leases[g::groups]]
-            group.fill(form, first, payloads, rotate, self.after)
+        by_group = zip(self._chunks.formats, self.pages[:groups], strict=True)
+        for g, (record_format, group) in enumerate(by_group):
+            payloads = [record.payload(record_format, lease.array) for lease in leases[g::groups]]
+            group.fill(record_format, first, payloads, rotate, self.after)
 
 
 @dataclass(eq=False, kw_only=True)
@@ -209,14 +210,14 @@ def _prefetch_records(tiers: TierSet, writes: WritePipeline, chunks: Chunks, tra
     first, stop = remote[0].start, remote[-1].stop
     keep_in_staging = not set(in_memory) & set(tiers.policy.write_back_to)
     # records that are not written back stay in slots: reading more than fit would be wasted
-    kept = tiers.prefetched.slots // chunks.groups
-    unwritten = first if keep_in_staging and not tiers.policy.write_back_to else max(first, found.exact)
-    stop = min(stop, unwritten + kept)
+    slot_chunks = tiers.prefetched.slots // chunks.groups
+    first_unwritten = first if keep_in_staging and not tiers.policy.write_back_to else max(first, found.exact)
+    stop = min(stop, first_unwritten + slot_chunks)
     # 2. are read as for a load
-    wanted = Hit(chunks.part(first, stop), planning.cut(found, first, stop))
-    loaded = PrefetchLoad(tiers, writes, wanted, (), keep_in_staging=keep_in_staging).run(transfer)
+    remote_hit = Hit(chunks.part(first, stop), planning.cut(found, first, stop))
+    loaded = PrefetchLoad(tiers, writes, remote_hit, (), keep_in_staging=keep_in_staging).run(transfer)
     # 3. the hit ends where the load ended
-    if loaded.tokens < wanted.tokens:
+    if loaded.tokens < remote_hit.tokens:
         found = planning.clip(found, first + loaded.tokens // chunks.chunk_tokens)
     if keep_in_staging:  # lookups do not see the slots: the hit keeps naming the records' tiers
         return Hit(chunks, found)
@@ -231,8 +232,8 @@ def read_chunk(
     Empty if no tier holds the chunk exactly. The records are written back as those of a load are, to tiers
     that hold the chunk before them.
     """
-    part, leases = chunks.part(chunk, chunk + 1), list[Lease]()
-    hit = Hit(part, find(tiers, part, RetrievePlan(1), exact=1))
+    one_chunk, leases = chunks.part(chunk, chunk + 1), list[Lease]()
+    hit = Hit(one_chunk, find(tiers, one_chunk, RetrievePlan(1), exact=1))
     before = chunks.records(chunk - 1, chunk) if chunk else []
     try:
         BorrowLoad(tiers, writes, hit, (), before=before, leases=leases).run(transfer)

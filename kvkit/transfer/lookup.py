@@ -31,9 +31,9 @@ def find(
     """
     if sought is None:
         sought = for_request(tiers.policy, chunks.policy).retrieve_from
-    known, plan = -1, replace(plan, approximate=tiers.approximate)
-    while known < plan.chunks < plan.wanted:
-        known = plan.chunks
+    previous, plan = -1, replace(plan, approximate=tiers.approximate)
+    while previous < plan.chunks < plan.wanted:
+        previous = plan.chunks
         for tier in planning.exact_first(sought, tiers.approximate):
             start = plan.chunks
             stop = min((c for t, c in bad if t == tier and c >= start), default=plan.wanted)
@@ -67,7 +67,7 @@ def find_with_pending(
 def with_states(
     tiers: TierSet, chunks: Chunks, plan: RetrievePlan, wait_s: float, sought: Sequence[str] | None = None
 ) -> RetrievePlan:
-    """Return `plan` up to the last place with a snapshot; all of it if the model has no states.
+    """Return `plan` up to the last chunk with a snapshot at its end; all of it if the model has no states.
 
     Waits up to `wait_s` seconds for pending stores of snapshots.
     """
@@ -133,7 +133,7 @@ def trim_by_cost(
     recent reads counts as free of cost, so that it is tried again.
     """
     now = time.monotonic()
-    known = {tier: tiers.health[tier].record_s(now) for tier in plan.by_tier()}
-    load_s = {tier: seconds * groups for tier, seconds in known.items() if seconds is not None}
+    record_s = {tier: tiers.health[tier].record_s(now) for tier in plan.by_tier()}
+    load_s = {tier: seconds * groups for tier, seconds in record_s.items() if seconds is not None}
     kept = planning.cheapest(planning.cut(plan, first, plan.chunks), load_s, compute_s).chunks
     return plan if first >= plan.chunks else planning.clip(plan, first + kept)

@@ -30,7 +30,7 @@ class PendingStores:
             self._open.discard(pending)
 
     def uncopied(self) -> int:
-        """Count the records of pending stores that no tier was given yet."""
+        """Count the records of pending stores that were not passed to any tier yet."""
         with self._changed:
             pending_stores = list(self._open)
         return sum(pending.unattempted for pending in pending_stores)
@@ -111,8 +111,8 @@ class PendingStore:
             chunk = self._chunks[name]
             with self._lock:
                 self._stored[tier, chunk] += 1
-                whole = self._stored[tier, chunk] == self._groups
-            if whole:
+                complete = self._stored[tier, chunk] == self._groups
+            if complete:
                 _tell(self._on_stored, tier, chunk)
         self._end([name], kept=error is None or isinstance(error, FileExistsError))
 
@@ -126,17 +126,17 @@ class PendingStore:
         with self._lock:
             self._in_flight -= len(names)
             last = not self._in_flight
-            over = []
+            finished = []
             for name in names:
                 if name in self._attempts:
                     self._attempts[name] -= 1
                     if kept or not self._attempts[name]:
                         del self._attempts[name]
-                        over.append(name)
+                        finished.append(name)
             if last:
-                over += self._attempts
+                finished += self._attempts
                 self._attempts = {}
-        self._pending_stores.end(over)
+        self._pending_stores.end(finished)
         if last:
             _tell(self._on_done)
 

@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from kvkit.transfer.policy import Policy
 
 SOUGHT = 64
-"""Places, from the end of the leading run backwards, where a lookup looks for a snapshot. Each may cost a
+"""Chunk ends, from the end of the leading run backwards, where a lookup looks for a snapshot. Each may cost a
 request to a remote tier."""
 
 
@@ -101,21 +101,21 @@ def cheapest(plan: RetrievePlan, load_s: Mapping[str, float], compute_s: float) 
     busy_s: dict[str, float] = {}
     slowest, best, end = 0.0, 0.0, 0
     for segment in plan.segments:
-        each, before = load_s.get(segment.tier, 0.0), busy_s.get(segment.tier, 0.0)
+        chunk_s, before = load_s.get(segment.tier, 0.0), busy_s.get(segment.tier, 0.0)
         count = segment.stop - segment.start
-        hidden = int((slowest - before) / each) if each else count
+        hidden = int((slowest - before) / chunk_s) if chunk_s else count
         for chunks in sorted({min(hidden, count), min(hidden + 1, count), count}):
             stop = segment.start + chunks
-            saved = stop * compute_s - max(slowest, before + chunks * each)
+            saved = stop * compute_s - max(slowest, before + chunks * chunk_s)
             if saved >= best:
                 best, end = saved, stop
-        busy_s[segment.tier] = before + count * each
+        busy_s[segment.tier] = before + count * chunk_s
         slowest = max(slowest, busy_s[segment.tier])
     return clip(plan, end)
 
 
 def snapshots_sought(chunks: int) -> Sequence[int]:
-    """Return the places to look for a snapshot, as counts of the chunks before it, best first."""
+    """Return the positions to look for a snapshot, as counts of the chunks before it, best first."""
     return range(chunks, max(0, chunks - SOUGHT), -1)
 
 

@@ -105,12 +105,12 @@ def in_effect(policy: Policy, in_memory: Collection[str], read_only: Collection[
         in_memory: tiers that keep records in host memory.
         read_only: tiers that take no puts.
     """
-    in_memory, back = (in_memory, ()) if policy.staging_only else ((), policy.write_back_to)
+    in_memory, write_back_to = (in_memory, ()) if policy.staging_only else ((), policy.write_back_to)
     return replace(
         policy,
         retrieve_from=tuple(t for t in policy.retrieve_from if t not in in_memory),
         store_to=tuple(t for t in policy.store_to if t not in (*in_memory, *read_only)),
-        write_back_to=tuple(t for t in back if t not in read_only),
+        write_back_to=tuple(t for t in write_back_to if t not in read_only),
     )
 
 
@@ -120,8 +120,8 @@ def for_request(policy: Policy, request: RequestPolicy) -> Policy:
     if load_from is not None:
         policy = replace(policy, retrieve_from=load_from)
     if store_to is not None:
-        back = tuple(tier for tier in policy.write_back_to if tier in store_to)
-        policy = replace(policy, store_to=store_to, write_back_to=back)
+        write_back_to = tuple(tier for tier in policy.write_back_to if tier in store_to)
+        policy = replace(policy, store_to=store_to, write_back_to=write_back_to)
     return policy
 
 

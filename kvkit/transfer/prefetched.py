@@ -24,13 +24,13 @@ class Prefetched:
     def keep(self, name: str, lease: Lease, prefetch: object) -> None:
         """Keep a share of a record, if there is room."""
         with self._lock:
-            gone = [self._leases.pop(name)] if name in self._leases else []
+            removed = [self._leases.pop(name)] if name in self._leases else []
             if len(self._leases) >= self.slots:
-                other = next((n for n, (owner, _) in self._leases.items() if owner is not prefetch), None)
-                gone += [] if other is None else [self._leases.pop(other)]
+                displaced = next((n for n, (owner, _) in self._leases.items() if owner is not prefetch), None)
+                removed += [] if displaced is None else [self._leases.pop(displaced)]
             if len(self._leases) < self.slots:
                 self._leases[name] = prefetch, lease.share()
-        release_all(old for _, old in gone)
+        release_all(old for _, old in removed)
 
     def take(self, name: str) -> Lease | None:
         """Remove and return the lease of a record; None if it is not here."""
@@ -40,13 +40,13 @@ class Prefetched:
     def release(self, count: int) -> None:
         """Release the `count` oldest records."""
         with self._lock:
-            gone = [self._leases.popitem(last=False)[1][1] for _ in range(min(count, len(self._leases)))]
-        release_all(gone)
+            removed = [self._leases.popitem(last=False)[1][1] for _ in range(min(count, len(self._leases)))]
+        release_all(removed)
 
     def close(self) -> None:
         """Release all records and keep no more: a prefetch that outlasts its cache finds no room."""
         with self._lock:
-            gone = [lease for _, lease in self._leases.values()]
+            removed = [lease for _, lease in self._leases.values()]
             self._leases.clear()
             self.slots = 0
-        release_all(gone)
+        release_all(removed)

@@ -31,8 +31,8 @@ class Quarantine:
     def forget(self, tier: str, but: Collection[str] = ()) -> None:
         """End the quarantine of a tier's records, except those in `but`. Mutates."""
         with self._lock:
-            for gone in [key for key in self._until if key[0] == tier and key[1] not in but]:
-                del self._until[gone]
+            for forgotten in [key for key in self._until if key[0] == tier and key[1] not in but]:
+                del self._until[forgotten]
 
     def before(self, tier: str, names: Sequence[str], now: float) -> int:
         """Count the `names` before the first one in quarantine."""

@@ -123,18 +123,19 @@ class PlanReads:
         at THROTTLED_READS times what the tier runs at once.
         """
         # 1. as many reads as each tier runs at once
-        room = {reads.tier: self._tiers.tiers[reads.tier].reads_at_once for reads in self._reads}
+        free_reads = {reads.tier: self._tiers.tiers[reads.tier].reads_at_once for reads in self._reads}
         for reads in self._reads:
-            room[reads.tier] -= reads.unread
+            free_reads[reads.tier] -= reads.unread
         for reads in self._reads:
-            if room[reads.tier] > 0:
-                room[reads.tier] -= reads.fill(-(-room[reads.tier] // reads.per_chunk))
+            if free_reads[reads.tier] > 0:
+                free_reads[reads.tier] -= reads.fill(-(-free_reads[reads.tier] // reads.per_chunk))
         # 2. further reads, so that the tier's threads need not wait for this one
         for reads in self._reads:
-            ahead = room[reads.tier] + (THROTTLED_READS - 1) * self._tiers.tiers[reads.tier].reads_at_once
-            most = -(-ahead // reads.per_chunk) if self._throttled else MAX_IN_FLIGHT
-            if most > 0 and self._tiers.staging.free >= reads.per_chunk:  # others release none for these
-                room[reads.tier] -= reads.fill(most)
+            at_once = self._tiers.tiers[reads.tier].reads_at_once
+            ahead = free_reads[reads.tier] + (THROTTLED_READS - 1) * at_once
+            limit = -(-ahead // reads.per_chunk) if self._throttled else MAX_IN_FLIGHT
+            if limit > 0 and self._tiers.staging.free >= reads.per_chunk:  # others release none for these
+                free_reads[reads.tier] -= reads.fill(limit)
 
 
 @dataclass(eq=False, slots=True)
@@ -234,11 +235,11 @@ class SegmentReads:
         Returns the number of records requested; none if the tier lends them.
         """
         ahead = self.stop if self.together else MAX_IN_FLIGHT - len(self.in_flight) // self.per_chunk
-        wanted = min(at_most, self.stop - self.next, ahead)
-        if wanted < 1 or self.error is not None:
+        count = min(at_most, self.stop - self.next, ahead)
+        if count < 1 or self.error is not None:
             return 0
         try:
-            reads = self._lease(wanted, wait)
+            reads = self._lease(count, wait)
         except (StagingTimeout, Stopped) as error:
             if wait:
                 log.warning("load stopped early: %s", str(error) or type(error).__name__)
@@ -296,19 +297,19 @@ class SegmentReads:
             read.lease.release()
         self.next = min(self.next, start)
 
-    def _lease(self, wanted: int, wait: bool) -> Sequence[RecordRead]:
-        """Return new reads, with their slots, of up to `wanted` chunks from `next` on.
+    def _lease(self, count: int, wait: bool) -> Sequence[RecordRead]:
+        """Return new reads, with their slots, of up to `count` chunks from `next` on.
 
         Raises:
             StagingTimeout, Stopped: there are no slots.
         """
-        names = self._chunks.records(self.next, self.next + wanted)
+        names = self._chunks.records(self.next, self.next + count)
         numbers = range(self.next * self.per_chunk, self.stop * self.per_chunk)
         if lent := self._borrow(names):
             records = zip(numbers, names, lent, strict=False)
-            return [RecordRead(self, *each, lent=True, ended=True) for each in records]
+            return [RecordRead(self, *entry, lent=True, ended=True) for entry in records]
         leases, now = self._acquire(len(names), self.per_chunk, wait), time.monotonic()
-        reads = [RecordRead(self, *each, began=now) for each in zip(numbers, names, leases, strict=False)]
+        reads = [RecordRead(self, *entry, began=now) for entry in zip(numbers, names, leases, strict=False)]
         for read in reads:
             owned = self._tiers.owned_by_rank(self.tier, self._chunks, read.number // self.per_chunk)
             read.awaited = self._exchange_tier is not None and not owned
@@ -328,9 +329,9 @@ class SegmentReads:
             if lease is None:
                 break
             leases.append(lease)
-        whole = len(leases) // self.per_chunk * self.per_chunk
-        release_all(leases[whole:])
-        return leases[:whole]
+        complete = len(leases) // self.per_chunk * self.per_chunk
+        release_all(leases[complete:])
+        return leases[:complete]
 
     def _start(self, reads: Sequence[RecordRead]) -> None:
         """Request records, at least one, from the tier."""
@@ -340,11 +341,11 @@ class SegmentReads:
         """Share records with other ranks: put those read here, take theirs, and read late ones here."""
         if self._exchange_tier is None:
             return
-        new = [r for r in self.in_flight if r.ended and not (r.error or r.exchanged or r.lent)]
-        for read in new:
+        unshared = [r for r in self.in_flight if r.ended and not (r.error or r.exchanged or r.lent)]
+        for read in unshared:
             read.exchanged = True
-        if new:
-            records = [ExchangedRecord(read.name, read.lease) for read in new]
+        if unshared:
+            records = [ExchangedRecord(read.name, read.lease) for read in unshared]
             tier_calls.put(self._tiers, self._exchange_tier, records)
         awaited = [read for read in self.in_flight if read.awaited]
         damaged = self._collect(self._exchange_tier, awaited)
@@ -369,12 +370,12 @@ class SegmentReads:
             lease = tier.borrow(read.name)
             if lease is None:
                 break
-            own, read.lease = read.lease, lease
+            own_lease, read.lease = read.lease, lease
             if (damage := self._damage(read)) is None:
                 read.awaited, read.ended, read.exchanged = False, True, True
-                own.release()
+                own_lease.release()
             else:
-                read.lease = own
+                read.lease = own_lease
                 lease.release()
                 self._tiers.drop(source, read.name, damage.damage)
                 damaged.append(read)
@@ -383,8 +384,8 @@ class SegmentReads:
     def _damage(self, read: RecordRead) -> DamagedObject | None:
         """Verify a record; return what is wrong, or None."""
         chunk, group = divmod(read.number, self._chunks.groups)
-        form, identity = self._chunks.formats[group], self._chunks.identity(chunk)
-        damage = record.verify(form, read.lease.buffer[: read.lease.used], *identity)
+        record_format, identity = self._chunks.formats[group], self._chunks.identity(chunk)
+        damage = record.verify(record_format, read.lease.buffer[: read.lease.used], *identity)
         return None if damage is None else DamagedObject(f"{read.name}: {damage}", damage)
 
     def _wait(self, chunk: Sequence[RecordRead], deadline: float) -> None:
@@ -393,7 +394,7 @@ class SegmentReads:
             if read.lent:
                 read.lent, read.error = False, self._damage(read)
 
-        def over() -> bool:
+        def finished() -> bool:
             return self._cancelled or any(r.error for r in chunk) or all(r.ended for r in chunk)
 
         while True:
@@ -401,7 +402,7 @@ class SegmentReads:
             left_s = deadline - time.monotonic()
             with self._changed:
                 if self._changed.wait_for(
-                    over, left_s if self._exchange_tier is None else min(left_s, POLL_S)
+                    finished, left_s if self._exchange_tier is None else min(left_s, POLL_S)
                 ):
                     break
             if time.monotonic() >= deadline:

@@ -62,31 +62,31 @@ def read(given: Any, limits: RequestLimits, where: str, setting: str) -> Request
         choices = ", ".join(_RequestFields.model_fields)
         raise ConfigError(f"{where} = {reprlib.repr(given)}: want an object of {choices}")
     try:
-        said = _RequestFields.model_validate(given)
+        fields = _RequestFields.model_validate(given)
     except ValidationError as error:
         raise ConfigError(explain(error, _RequestFields, f"{where}.")) from error
-    if said.store_to and not said.store:
-        raise ConfigError(f"{where}.store_to = {reprlib.repr(said.store_to)}: want none with store = false")
+    if fields.store_to and not fields.store:
+        raise ConfigError(f"{where}.store_to = {reprlib.repr(fields.store_to)}: want none with store = false")
     for name in ("load_from", "store_to"):
         allowed = getattr(limits, name)
-        for tier in getattr(said, name) or ():
+        for tier in getattr(fields, name) or ():
             if allowed is not None and tier not in allowed:
                 choices = ", ".join(allowed) or "none"
                 raise ConfigError(
                     f"{where}.{name} = {reprlib.repr(tier)}: want some of {setting}.{name}: {choices}"
                 )
     for name in ("keep_s", "priority"):
-        value, most = getattr(said, name), getattr(limits, f"max_{name}")
-        if value > most:
-            raise ConfigError(f"{where}.{name} = {value}: want at most {setting}.max_{name} = {most}")
+        value, limit = getattr(fields, name), getattr(limits, f"max_{name}")
+        if value > limit:
+            raise ConfigError(f"{where}.{name} = {value}: want at most {setting}.max_{name} = {limit}")
     return RequestPolicy(
-        load_from=_tiers(said.load_from),
-        store_to=_tiers(said.store_to if said.store else []),
-        max_load_tokens=said.max_load_tokens,
-        keep_s=said.keep_s,
-        priority=said.priority,
+        load_from=_tiers(fields.load_from),
+        store_to=_tiers(fields.store_to if fields.store else []),
+        max_load_tokens=fields.max_load_tokens,
+        keep_s=fields.keep_s,
+        priority=fields.priority,
     )
 
 
-def _tiers(named: list[str] | None) -> tuple[str, ...] | None:
-    return None if named is None else tuple(dict.fromkeys(named))
+def _tiers(names: list[str] | None) -> tuple[str, ...] | None:
+    return None if names is None else tuple(dict.fromkeys(names))

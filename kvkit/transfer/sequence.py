@@ -48,7 +48,7 @@ class SequencePages:
 
     A block or slot < 0 is absent: loads skip its tokens, stores write zeros for them. For states, `blocks`
     has one block per chunk, for the snapshot at its end. A snapshot is stored where all groups have a block,
-    and a load ends at the last such place that the hit holds.
+    and a load ends at the last such chunk that the hit holds.
     """
 
     pages: Pages
@@ -76,9 +76,9 @@ class SequencePages:
     def copied(self) -> SequencePages:
         """Return a host copy of the blocks that are not absent. Only for pages with `blocks`."""
         assert self.blocks is not None
-        there = self.blocks >= 0
-        blocks = np.where(there, np.cumsum(there) - 1, -1)
-        return SequencePages(self.pages.copied(self.blocks[there]), blocks)
+        present = self.blocks >= 0
+        blocks = np.where(present, np.cumsum(present) - 1, -1)
+        return SequencePages(self.pages.copied(self.blocks[present]), blocks)
 
     def fill(
         self,
@@ -126,11 +126,11 @@ class Chunks:
         tokens: Any, layout: KVLayout, namespace: Namespace, policy: RequestPolicy = DEFAULT_REQUEST_POLICY
     ) -> Chunks:
         """Return the whole chunks of `tokens` (int32 [T]; numpy, torch or list)."""
-        every, count = formats_of(layout, namespace), layout.token_groups
-        formats, states = every[:count], every[count:]
+        all_formats, token_groups = formats_of(layout, namespace), layout.token_groups
+        formats, states = all_formats[:token_groups], all_formats[token_groups:]
         ids, size, seed = as_tokens(tokens), namespace.chunk_tokens, formats[0].digest
         keys = chunk_keys(ids, size, seed, namespace.hash)
-        names = [form.name(key) for key in keys for form in formats]
+        names = [record_format.name(key) for key in keys for record_format in formats]
         # a copy: engines write the next tokens into the same array, and a move may take long
         tokens = ids[: len(keys) * size].copy()
         return Chunks(tokens, keys, names, formats, seed, policy, states=states)
@@ -185,7 +185,7 @@ class Chunks:
     @property
     def snapshots(self) -> list[str]:
         """Names of the records of all possible snapshots, one per chunk and group of states."""
-        return [form.name(key) for key in self.keys for form in self.states]
+        return [record_format.name(key) for key in self.keys for record_format in self.states]
 
     @property
     def of_states(self) -> bool:
@@ -200,8 +200,8 @@ class Chunks:
         Raises:
             CacheError: there is no such chunk.
         """
-        part, seed = self.part(chunk, chunk + 1), self.formats[0].digest
-        return replace(part, names=part.snapshots, formats=self.states, parent=seed, states=())
+        one_chunk, seed = self.part(chunk, chunk + 1), self.formats[0].digest
+        return replace(one_chunk, names=one_chunk.snapshots, formats=self.states, parent=seed, states=())
 
 
 @dataclass(frozen=True, slots=True)
@@ -209,7 +209,7 @@ class Hit:
     """The available leading run: `tokens` tokens, in whole chunks, `by_tier` of them in each tier.
 
     The first `exact` tokens come from tiers with full precision. A load never takes them from quantised
-    tiers: if they are nowhere else by then, it ends before them.
+    tiers: if no other tier has them by then, it ends before them.
     """
 
     chunks: Chunks
@@ -230,8 +230,9 @@ class Hit:
     @property
     def approximate(self) -> dict[str, int]:
         """Tokens stored in fewer bits, by tier; all tokens if records have a precision."""
-        every = any(form.group.precision for form in self.chunks.formats)
-        return {tier: n for tier, n in self.by_tier.items() if every or tier in self.plan.approximate}
+        all_approximate = any(record_format.group.precision for record_format in self.chunks.formats)
+        tiers = self.by_tier if all_approximate else self.plan.approximate
+        return {tier: n for tier, n in self.by_tier.items() if tier in tiers}
 
     def part(self, start: int, stop: int) -> Hit:
         """Return chunks [start, stop) as a separate hit, for an engine that has the chunks before.
@@ -282,12 +283,12 @@ def check_pages(pages: AllPages, chunks: Chunks, count: int, layout: KVLayout) -
     groups = [pages] if isinstance(pages, SequencePages) else list(pages)
     if len(groups) != len(layout.groups):
         raise CacheError(f"pages: {len(groups)} given, the layout has {len(layout.groups)} groups")
-    for g, (p, form) in enumerate(zip(groups, chunks.formats + chunks.states, strict=True)):
-        if (p.blocks is None) == (p.slots is None):
+    for g, (entry, record_format) in enumerate(zip(groups, chunks.formats + chunks.states, strict=True)):
+        if (entry.blocks is None) == (entry.slots is None):
             raise CacheError(f"pages[{g}]: give blocks or slots, one of the two")
-        if form.group.state and p.blocks is None:
+        if record_format.group.state and entry.blocks is None:
             raise CacheError(f"pages[{g}].slots: states have none; give blocks, one per chunk")
-        kind, (ids, per_chunk) = "slots" if p.blocks is None else "blocks", p.table(form)
+        kind, (ids, per_chunk) = "slots" if entry.blocks is None else "blocks", entry.table(record_format)
         if len(ids) < count * per_chunk:
             raise CacheError(
                 f"pages[{g}].{kind}: {len(ids)} entries, {count} chunks take {count * per_chunk}"
@@ -303,7 +304,7 @@ def formats_of(layout: KVLayout, namespace: Namespace) -> tuple[RecordFormat, ..
 
 def largest_record_bytes(layout: KVLayout, namespace: Namespace) -> int:
     """Return the bytes of the largest record of any layer group: the minimum slot size."""
-    return max(form.record_bytes for form in formats_of(layout, namespace))
+    return max(record_format.record_bytes for record_format in formats_of(layout, namespace))
 
 
 def snapshot_chunks(states: Sequence[SequencePages], stop: int) -> list[int]:
@@ -311,8 +312,8 @@ def snapshot_chunks(states: Sequence[SequencePages], stop: int) -> list[int]:
     tables = [pages.blocks[:stop] for pages in states if pages.blocks is not None]
     if not tables:
         return []
-    places: list[int] = np.flatnonzero(np.min(tables, axis=0) >= 0).tolist()
-    return places
+    chunks: list[int] = np.flatnonzero(np.min(tables, axis=0) >= 0).tolist()
+    return chunks
 
 
 def pages_at(states: Sequence[SequencePages], chunk: int) -> list[SequencePages]:

@@ -53,23 +53,23 @@ class Store:
     def __post_init__(self) -> None:
         self.tiers = self.writes.tiers
         chunks, owns = self.chunks, self.tiers.owned_by_rank
-        of_others = [i for i in range(len(chunks)) if not all(owns(t, chunks, i) for t in self.targets)]
-        others = [name for i in of_others for name in chunks.records(i, i + 1)]
+        unowned = [i for i in range(len(chunks)) if not all(owns(t, chunks, i) for t in self.targets)]
+        unowned_names = [name for i in unowned for name in chunks.records(i, i + 1)]
         pending_stores = self.tiers.pending_stores
         self.pending = PendingStore(
-            pending_stores, chunks.names, chunks.groups, self.on_stored, self.on_done, others=others
+            pending_stores, chunks.names, chunks.groups, self.on_stored, self.on_done, others=unowned_names
         )
-        states = self.pages[chunks.groups :]
+        state_pages = self.pages[chunks.groups :]
         self._snapshots = [
             Store(
                 self.writes,
                 chunks.snapshot(i),
-                pages_at(states, i),
+                pages_at(state_pages, i),
                 self.targets,
                 copy_first=self.copy_first,
                 after=self.after,
             )
-            for i in snapshot_chunks(states, len(chunks))
+            for i in snapshot_chunks(state_pages, len(chunks))
         ]
 
     def start(self, workers: Workers) -> Transfer[Stored]:
@@ -92,7 +92,7 @@ class Store:
         """Copy and write the chunks that a target lacks, until done or `transfer` is stopped."""
         chunks = self.chunks
         try:
-            new = self._store(transfer)
+            new_chunks = self._store(transfer)
             # 6. the snapshots at the ends of chunks
             while self._snapshots:
                 self._snapshots.pop(0).run(transfer)
@@ -102,7 +102,7 @@ class Store:
         if transfer.stopped and not chunks.of_states:
             with self.tiers.counting() as counts:
                 counts.cancelled += 1
-        return Stored(len(chunks) * chunks.chunk_tokens, new * chunks.chunk_tokens)
+        return Stored(len(chunks) * chunks.chunk_tokens, new_chunks * chunks.chunk_tokens)
 
     def _store(self, transfer: Transfer[Stored]) -> int:
         """Copy and write the chunks themselves; return how many a tier accepted."""
@@ -111,10 +111,10 @@ class Store:
         try:
             # 1. wait until the engine has computed the chunks
             self.ready()
-            # 2. ask targets what they lack; some are asked before they are written instead
-            later = self._asked_later() if self.copy_first else []
-            lacking = self.writes.plan(chunks, [t for t in self.targets if t not in later]).segments
-            unknown = [Segment(t, 0, len(chunks)) for t in later]
+            # 2. ask targets what they lack; with `copy_first`, remote ones are asked after step 4
+            asked_later = self._asked_later() if self.copy_first else []
+            lacking = self.writes.plan(chunks, [t for t in self.targets if t not in asked_later]).segments
+            unknown = [Segment(t, 0, len(chunks)) for t in asked_later]
             uncopied = self.writes.owned([*lacking, *unknown], chunks, range(len(chunks)))
             transfer.when_stopped(tiers.staging.wake)
             while uncopied and not transfer.stopped:
@@ -174,9 +174,9 @@ def pack_records(
         pages: one entry per layer group; more are ignored.
         after: on a GPU, events to wait for; None: see `pack`.
     """
-    for g, (form, group) in enumerate(zip(chunks.formats, pages[: chunks.groups], strict=True)):
-        payloads = [record.payload(form, lease.array) for lease in leases[g :: chunks.groups]]
-        rows = group.rows_of(form, numbers)
+    for g, (record_format, group) in enumerate(zip(chunks.formats, pages[: chunks.groups], strict=True)):
+        payloads = [record.payload(record_format, lease.array) for lease in leases[g :: chunks.groups]]
+        rows = group.rows_of(record_format, numbers)
         clear_gaps(rows, payloads)
         pack(group.pages, payloads, **rows, after=after)
     seal(chunks, numbers, leases)
@@ -195,6 +195,6 @@ def seal(
     """
     for i, lease in enumerate(leases):
         chunk, group = divmod(i, chunks.groups)
-        form = chunks.formats[group]
-        record.seal(form, lease.buffer, *chunks.identity(numbers[chunk]), sums[i] if sums else None)
-        lease.used = form.record_bytes
+        record_format = chunks.formats[group]
+        record.seal(record_format, lease.buffer, *chunks.identity(numbers[chunk]), sums[i] if sums else None)
+        lease.used = record_format.record_bytes

@@ -39,14 +39,14 @@ def get(tiers: TierSet, tier: str, jobs: Sequence[TierJob]) -> None:
 
 def put(tiers: TierSet, tier: str, jobs: Sequence[TierJob]) -> None:
     """Start writing records, except those in quarantine; each job is done once."""
-    now, sound, bad = time.monotonic(), jobs, list[TierJob]()
+    now, accepted, quarantined = time.monotonic(), jobs, list[TierJob]()
     if tiers.quarantine.before(tier, [job.name for job in jobs], now) < len(jobs):
-        bad = [job for job in jobs if not tiers.quarantine.before(tier, [job.name], now)]
-        sound = [job for job in jobs if job not in bad]
-    for job in bad:  # the tier would take the bad object for the record
+        quarantined = [job for job in jobs if not tiers.quarantine.before(tier, [job.name], now)]
+        accepted = [job for job in jobs if job not in quarantined]
+    for job in quarantined:  # the tier would take the bad object for the record
         job.done(TierError(f"tier {tier!r}: {job.name} is in quarantine and cannot be replaced"))
-    if sound:
-        _Call(tiers, tier, "put", sound).start(sound)
+    if accepted:
+        _Call(tiers, tier, "put", accepted).start(accepted)
 
 
 class _Call:

@@ -91,7 +91,7 @@ class TierSet:
     def subscribe(self, tiers: Sequence[str], held_listener: TierHeldListener) -> bool:
         """Report what `tiers` hold: now, and as records are put, found, evicted, dropped and deleted.
 
-        Of a tier that does not report by itself, its answers are reported.
+        If a tier does not report by itself, what it answers is reported.
 
         Returns:
             True if the reports cover all they hold: no other host uses these tiers. Otherwise existing
@@ -117,13 +117,13 @@ class TierSet:
 
         Records in quarantine count as missing.
         """
-        sound = names[: self.quarantine.before(tier, names, time.monotonic())]
-        if not sound:
+        allowed = names[: self.quarantine.before(tier, names, time.monotonic())]
+        if not allowed:
             self.health[tier].answered(time.monotonic())
             return 0
-        run = self._number(tier, lambda asked: asked.match_prefix(sound))
-        self.notify(tier, sound[:run], True)
-        self.notify(tier, sound[run : run + 1], False)
+        run = self._number(tier, lambda target: target.match_prefix(allowed))
+        self.notify(tier, allowed[:run], True)
+        self.notify(tier, allowed[run : run + 1], False)
         return run
 
     def bounded(self, name: str, call: Callable[[Tier], T], timeout_s: float | None = None) -> T:
@@ -150,7 +150,7 @@ class TierSet:
         with self.counting() as counts:
             counts.damaged[tier, damage] += 1
         try:
-            self.bounded(tier, lambda asked: asked.delete([name]))
+            self.bounded(tier, lambda target: target.delete([name]))
             self.notify(tier, (name,), False)
         except Exception as error:
             log.warning("tier %r: %s could not be deleted, and counts as a miss: %s", tier, name, error)
@@ -162,9 +162,9 @@ class TierSet:
         """Pin chunks and their snapshots in a tier; return the tokens it pinned, 0 if it fails."""
         if self.circuit_open(tier):
             return 0
-        held = self._number(tier, lambda asked: asked.pin(chunks.names, seconds))
+        held = self._number(tier, lambda target: target.pin(chunks.names, seconds))
         if chunks.states:
-            self._number(tier, lambda asked: asked.pin(chunks.snapshots, seconds))
+            self._number(tier, lambda target: target.pin(chunks.snapshots, seconds))
         return held // chunks.groups * chunks.chunk_tokens
 
     def retain(self, tier: str, names: Sequence[str], policy: RequestPolicy, *, new: bool = False) -> None:
@@ -172,12 +172,12 @@ class TierSet:
 
         Records held before keep at least their priority.
         """
-        asked = self.tiers[tier]
+        target = self.tiers[tier]
         try:
             if policy.priority > NORMAL or (new and policy.priority != NORMAL):
-                asked.prioritise(names, policy.priority)
+                target.prioritise(names, policy.priority)
             if policy.keep_s:
-                asked.pin(names, policy.keep_s)
+                target.pin(names, policy.keep_s)
         except Exception as error:
             log.warning("tier %r could not retain records, which are evicted as usual: %s", tier, error)
 
@@ -189,37 +189,37 @@ class TierSet:
             OSError: some could not be deleted; all others are.
         """
         until = time.monotonic() + timeout_s
-        removed, kept = 0, dict[str, OSError]()
+        removed, failures = 0, dict[str, OSError]()
 
         def step(call: Callable[[Tier], T]) -> T:
             return self.bounded(tier, call, until - time.monotonic())
 
         def delete(names: Sequence[str]) -> int:
             try:
-                step(lambda asked: asked.delete(names))
+                step(lambda target: target.delete(names))
                 self.notify(tier, names, False)
             except TimeoutError:
                 raise
             except OSError as error:
                 if len(names) > 1:
                     return sum(delete([name]) for name in names)
-                kept[names[0]] = error
+                failures[names[0]] = error
                 return 0
             return len(names)
 
         try:
-            records = step(lambda asked: asked.scan())
+            records = step(lambda target: target.scan())
             while names := step(lambda _: [name for name, _ in islice(records, CLEARED_AT_ONCE)]):
                 removed += delete(names)
         except TimeoutError as error:
             raise TimeoutError(
                 f"tier {tier!r}: not empty after {timeout_s} s; {removed} records are deleted"
             ) from error
-        self.quarantine.forget(tier, kept)
-        if kept:
-            name, cause = next(iter(kept.items()))
+        self.quarantine.forget(tier, failures)
+        if failures:
+            name, cause = next(iter(failures.items()))
             raise OSError(
-                f"tier {tier!r}: {removed} records are deleted, {len(kept)} cannot be: {name}: {cause}"
+                f"tier {tier!r}: {removed} records are deleted, {len(failures)} cannot be: {name}: {cause}"
             ) from cause
         return removed
 
@@ -229,11 +229,11 @@ class TierSet:
         An unreadable record is dropped and counts once against the tier, because other reads show which of
         the two is to blame. Once the tier's circuit is open, unreadable records stay.
         """
-        suspect = isinstance(error, UnreadableObject)
-        given_up = suspect and self.health[tier].state(time.monotonic()) == "open"
-        if suspect or not isinstance(error, DamagedObject) or name is None:
+        unreadable = isinstance(error, UnreadableObject)
+        stays = unreadable and self.health[tier].state(time.monotonic()) == "open"
+        if unreadable or not isinstance(error, DamagedObject) or name is None:
             self.failed(tier, error)
-        if name is not None and isinstance(error, DamagedObject) and not given_up:
+        if name is not None and isinstance(error, DamagedObject) and not stays:
             self.drop(tier, name, error.damage)
 
     def close(self, timeout_s: float) -> None:
@@ -241,13 +241,13 @@ class TierSet:
         until = time.monotonic() + timeout_s
         self.prefetched.close()
         closing = Workers(len(self.tiers), "kvkit-close")  # a tier's threads have to end even if late
-        ends: dict[str, Future[None]] = {}
+        closes: dict[str, Future[None]] = {}
         for name, tier in self.tiers.items():
             try:
-                ends[name] = closing.submit(tier.close)
+                closes[name] = closing.submit(tier.close)
             except Closed as error:
                 log.warning("tier %r did not close: %s", name, error)
-        for name, end in ends.items():
+        for name, end in closes.items():
             if not wait([end], max(0.0, until - time.monotonic())).done:
                 log.warning("tier %r did not close in time", name)
             elif (failure := end.exception()) is not None:
@@ -292,7 +292,7 @@ class TierSet:
 
     def count_loaded(self, chunks: Chunks, loaded: Loaded) -> None:
         """Count what was loaded into the engine. A snapshot's tokens were counted with its chunks."""
-        chunk_bytes = sum(form.record_bytes for form in chunks.formats)
+        chunk_bytes = sum(record_format.record_bytes for record_format in chunks.formats)
         with self.counting() as counts:
             for tier, tokens in loaded.by_tier.items():
                 counts.loaded_tokens[tier] += 0 if chunks.of_states else tokens

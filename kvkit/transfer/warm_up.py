@@ -44,11 +44,12 @@ def warm_up_cpu() -> None:
 
 def _move_nothing(pages: Sequence[SequencePages], formats: Sequence[RecordFormat], lease: Lease) -> None:
     """Move all layers of each group, and one layer, at their usual offset in the slot. Mutates the slot."""
-    for group, form in zip(pages, formats, strict=True):
-        payload = record.payload(form, lease.array)
+    for group, record_format in zip(pages, formats, strict=True):
+        payload = record.payload(record_format, lease.array)
         for chunks in COUNTS:
-            nowhere = np.full((chunks, group.table(form)[1]), -1, np.int64)
-            rows: ChunkRows = {"slots": nowhere} if group.blocks is None else {"blocks": nowhere}
-            for part, size in ((group.pages, len(payload)), (group.pages.layer(0), form.layer_bytes)):
-                pack(part, [payload[:size]] * chunks, **rows, after=())
-                unpack(part, [payload[:size]] * chunks, **rows, after=())
+            absent = np.full((chunks, group.table(record_format)[1]), -1, np.int64)
+            rows: ChunkRows = {"slots": absent} if group.blocks is None else {"blocks": absent}
+            one_layer = group.pages.layer(0), record_format.layer_bytes
+            for moved_pages, size in ((group.pages, len(payload)), one_layer):
+                pack(moved_pages, [payload[:size]] * chunks, **rows, after=())
+                unpack(moved_pages, [payload[:size]] * chunks, **rows, after=())

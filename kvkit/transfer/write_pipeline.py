@@ -79,7 +79,7 @@ class Unsaved:
     """Records that tiers do not have yet, and their bytes, by tier; false if there are none.
 
     Attributes:
-        uncopied: number of records of stores that no tier was given yet.
+        uncopied: number of records of pending stores that were not passed to any tier yet.
     """
 
     records: Counter[str]
@@ -94,13 +94,13 @@ class Unsaved:
         return Unsaved(self.records + other.records, sizes, uncopied)
 
     def __str__(self) -> str:
-        parts = [
+        descriptions = [
             f"{count} records ({self.sizes[tier] / 2**20:.1f} MiB) for tier {tier!r}"
             for tier, count in self.records.items()
         ]
         if self.uncopied:
-            parts.append(f"{self.uncopied} records of stores that are not copied yet")
-        return ", ".join(parts)
+            descriptions.append(f"{self.uncopied} records of stores that are not copied yet")
+        return ", ".join(descriptions)
 
 
 class WriteQueue:
@@ -139,8 +139,8 @@ class WriteQueue:
             self._starting = True
         while True:
             with self._lock:
-                room = islice(self._waiting, self.limit - self._in_flight)
-                jobs = list(takewhile(lambda job: job.batch is self._waiting[0].batch, room))
+                next_jobs = islice(self._waiting, self.limit - self._in_flight)
+                jobs = list(takewhile(lambda job: job.batch is self._waiting[0].batch, next_jobs))
                 if not jobs:
                     self._starting = False
                     return
@@ -289,7 +289,7 @@ class WritePipeline:
         return plan
 
     def unsaved(self) -> Unsaved:
-        """Return what is still to be saved: unended writes, and records of stores that no tier was given."""
+        """Return what is still to be saved: unended writes, and `Unsaved.uncopied` records."""
         records, sizes = Counter[str](), Counter[str]()
         for start, count in self.outstanding.starts().items():
             if isinstance(start, Batch):
@@ -361,11 +361,11 @@ class WritePipeline:
             for job in jobs:
                 job.done(error)
 
-    def _refuse(self, jobs: Sequence[WriteJob], why: str = "earlier puts hang") -> None:
+    def _refuse(self, jobs: Sequence[WriteJob], reason: str = "earlier puts hang") -> None:
         """End jobs that were not started."""
         for job in jobs:
             tier = job.batch.tier
-            self._report(job, TierFull(f"tier {tier!r}: {job.name} is not stored: {why}"))
+            self._report(job, TierFull(f"tier {tier!r}: {job.name} is not stored: {reason}"))
 
     def _report(self, job: WriteJob, error: BaseException | None) -> None:
         """Count how a job ended, and notify the pending store and flushes."""
@@ -399,21 +399,22 @@ class WritePipeline:
         if name in self._in_memory:  # Zarr cannot open these
             return
         with self._lock:
-            new = [form for form in formats if (name, form.array) not in self._described]
+            new = [f for f in formats if (name, f.array) not in self._described]
             if len(self._described) + len(new) > MAX_DESCRIBED:
                 self._described.clear()
-            self._described.update((name, form.array) for form in new)
+            self._described.update((name, record_format.array) for record_format in new)
         if not new:
             return
         tier, start = self.tiers.tiers[name], object()
         self.outstanding.add(start, 1)
 
         def describe() -> None:
-            for form in new:
+            for record_format in new:
                 try:
-                    tier.describe(form.array, arrays.metadata(form, tier.codec, tier.precision))
+                    metadata = arrays.metadata(record_format, tier.codec, tier.precision)
+                    tier.describe(record_format.array, metadata)
                 except Exception as error:
-                    self._forget(name, [form], error)
+                    self._forget(name, [record_format], error)
             self.outstanding.done(start)
 
         try:
@@ -423,10 +424,10 @@ class WritePipeline:
             self.outstanding.done(start)
 
     def _forget(self, tier: str, formats: Sequence[RecordFormat], error: Exception) -> None:
-        for form in formats:
-            log.warning("tier %r: %s has no zarr.json yet: %s", tier, form.array, error)
+        for record_format in formats:
+            log.warning("tier %r: %s has no zarr.json yet: %s", tier, record_format.array, error)
             with self._lock:
-                self._described.discard((tier, form.array))
+                self._described.discard((tier, record_format.array))
 
     def _plan_write_back(self, source: str, start: int, stop: int) -> StorePlan:
         loaded = RetrievePlan(stop, (Segment(source, start, stop),), self.tiers.approximate)

@@ -300,8 +300,8 @@ CACHE_MUTANTS = (
     Mutant(
         "who stores is told of a chunk when the first of its records is there",
         PROMISES,
-        "whole = self._stored[tier, chunk] == self._groups",
-        "whole = self._stored[tier, chunk] == 1",
+        "complete = self._stored[tier, chunk] == self._groups",
+        "complete = self._stored[tier, chunk] == 1",
     ),
     Mutant(
         "a promise ends with the store, not with the tier that has it",

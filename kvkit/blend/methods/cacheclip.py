@@ -22,8 +22,8 @@ WINDOW = 8
 def scores(view: View) -> NDArray[np.float64]:
     """Score each token by the mean over its window's free tokens; spans begin with a new window."""
     window = np.cumsum(view.offsets % WINDOW == 0)
-    paid = np.bincount(window, view.seen.mean(0) * view.free)
-    mean: NDArray[np.float64] = (paid / np.maximum(np.bincount(window, view.free), 1))[window]
+    attention = np.bincount(window, view.seen.mean(0) * view.free)
+    mean: NDArray[np.float64] = (attention / np.maximum(np.bincount(window, view.free), 1))[window]
     return mean
 
 

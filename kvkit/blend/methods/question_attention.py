@@ -26,8 +26,8 @@ def by_place(scores: NDArray[np.float32], starts: NDArray[np.int32], fade: int) 
 
         sqrt(N - position) / (1 + offset / fade)
 
-    The numerator removes half (on a logarithmic scale) of attention's preference for near tokens. The offset
-    is a token's distance from the start of its span; tokens before the first span score almost 0.
+    The numerator removes half (on a logarithmic scale) of attention's preference for nearby tokens. The
+    offset is a token's distance from the start of its span; tokens before the first span score almost 0.
 
     Args:
         starts: int [spans], starts of the spans, ascending.
@@ -35,8 +35,8 @@ def by_place(scores: NDArray[np.float32], starts: NDArray[np.int32], fade: int) 
     """
     distance = np.arange(len(scores), 0, -1)
     fading = 1 + offsets(starts, len(scores)) / fade if fade else 1.0
-    placed: NDArray[np.float32] = (scores * np.sqrt(distance) / fading).astype(np.float32)
-    return placed
+    corrected: NDArray[np.float32] = (scores * np.sqrt(distance) / fading).astype(np.float32)
+    return corrected
 
 
 METHOD = BlendMethod(scores, NeedsQuestion())

@@ -15,9 +15,9 @@ from kvkit.blend.methods.method import BlendMethod, View
 def scores(view: View) -> NDArray[np.float64]:
     """Rank the reused tokens in random order; the seed is the number of reused tokens."""
     reused = np.flatnonzero(view.free)
-    drawn = np.zeros(len(view.free))
-    drawn[default_rng(len(reused)).permutation(reused)] = -np.arange(len(reused))
-    return drawn
+    ranks = np.zeros(len(view.free))
+    ranks[default_rng(len(reused)).permutation(reused)] = -np.arange(len(reused))
+    return ranks
 
 
 METHOD = BlendMethod(scores)

@@ -46,12 +46,12 @@ def named(name: str) -> BlendMethod:
     if ":" not in name:
         raise ValueError(f"method={name!r}: want one of {', '.join(METHODS)}, or package.module:name")
     try:
-        found = imported(name)
+        method = imported(name)
     except (ImportError, AttributeError, ValueError) as error:
         raise ValueError(f"method={name!r}: {error}") from error
-    if not isinstance(found, BlendMethod):
-        raise ValueError(f"method={name!r}: is a {type(found).__name__}, want a BlendMethod")
-    return found
+    if not isinstance(method, BlendMethod):
+        raise ValueError(f"method={name!r}: is a {type(method).__name__}, want a BlendMethod")
+    return method
 
 
 def served(name: str) -> str:
