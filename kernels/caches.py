@@ -28,11 +28,11 @@ def compiled(function: Callable[..., Any]) -> Any:
         folder = _instead("numba")
     if folder is None:
         return numba.njit(nogil=True)(function)
-    given, numba.config.CACHE_DIR = numba.config.CACHE_DIR, str(folder)  # read by numba while it decorates
+    previous, numba.config.CACHE_DIR = numba.config.CACHE_DIR, str(folder)  # read by numba while it decorates
     try:
         return numba.njit(nogil=True, cache=True)(function)
     finally:
-        numba.config.CACHE_DIR = given
+        numba.config.CACHE_DIR = previous
 
 
 @functools.cache
@@ -60,14 +60,14 @@ def temporary_cache(kind: str) -> Path | None:
         path of the folder; None if it cannot be written, belongs to another user or is open to others.
     """
     try:
-        own = Path(tempfile.gettempdir()) / f"kvkit-{os.geteuid()}"
-        own.mkdir(mode=0o700, exist_ok=True)
-        found = own.lstat()
+        user_folder = Path(tempfile.gettempdir()) / f"kvkit-{os.geteuid()}"
+        user_folder.mkdir(mode=0o700, exist_ok=True)
+        status = user_folder.lstat()
     except OSError:
         return None
-    if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.geteuid() or found.st_mode & 0o077:
+    if not stat.S_ISDIR(status.st_mode) or status.st_uid != os.geteuid() or status.st_mode & 0o077:
         return None
-    return own / kind if _is_writable(own / kind) else None
+    return user_folder / kind if _is_writable(user_folder / kind) else None
 
 
 @functools.cache

@@ -39,16 +39,16 @@ def operation(*static: str) -> Callable[[Callable[..., Any]], Any]:
                     )
             return function(*args)
 
-        positions = [i for i, at in enumerate(inspect.signature(function).parameters) if at in static]
-        whole = jax.custom_jvp(checked, nondiff_argnums=positions)
+        positions = [i for i, param in enumerate(inspect.signature(function).parameters) if param in static]
+        differentiated = jax.custom_jvp(checked, nondiff_argnums=positions)
 
-        @whole.defjvp
+        @differentiated.defjvp
         def refuse(*_: Any) -> Any:
             raise NotImplementedError(
                 f"{name} has no gradient: it serves a cache. Put its arguments through jax.lax.stop_gradient"
             )
 
-        return jax.jit(whole, static_argnames=static)
+        return jax.jit(differentiated, static_argnames=static)
 
     return decorate
 

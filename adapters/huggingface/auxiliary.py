@@ -32,30 +32,30 @@ class AuxiliaryModel:
         """Return the question's attention to each token, float32 [1, N], mean over heads and rows."""
         if self._tokenizers is None:
             return self._paid(tokens.astype(np.int64), int(plan.question[0]))[None]
-        theirs, own = self._tokenizers
-        pieces = theirs.batch_decode(tokens[:, None].tolist(), clean_up_tokenization_spaces=False)
+        model_tokenizer, own_tokenizer = self._tokenizers
+        pieces = model_tokenizer.batch_decode(tokens[:, None].tolist(), clean_up_tokenization_spaces=False)
         ends = np.cumsum([len(piece) for piece in pieces])
-        read = own("".join(pieces), return_offsets_mapping=True)
-        ids, spans = np.array(read["input_ids"]), np.array(read["offset_mapping"])
-        asked = np.flatnonzero(spans[:, 1] > np.append(0, ends)[plan.question[0]])
-        paid = self._paid(ids, int(asked[0]) if len(asked) else len(ids) - 1)
-        by_character, wide = np.zeros(int(ends[-1]) + 1), spans[:, 1] > spans[:, 0]
-        each = paid[wide] / (spans[wide, 1] - spans[wide, 0])
-        np.add.at(by_character, spans[wide, 0], each)
-        np.add.at(by_character, spans[wide, 1], -each)
-        upto = np.append(0, np.cumsum(np.cumsum(by_character)))
-        return np.diff(upto[np.append(0, ends)]).astype(np.float32)[None]
+        encoded = own_tokenizer("".join(pieces), return_offsets_mapping=True)
+        ids, spans = np.array(encoded["input_ids"]), np.array(encoded["offset_mapping"])
+        question_ids = np.flatnonzero(spans[:, 1] > np.append(0, ends)[plan.question[0]])
+        attention = self._paid(ids, int(question_ids[0]) if len(question_ids) else len(ids) - 1)
+        by_character, nonempty = np.zeros(int(ends[-1]) + 1), spans[:, 1] > spans[:, 0]
+        per_character = attention[nonempty] / (spans[nonempty, 1] - spans[nonempty, 0])
+        np.add.at(by_character, spans[nonempty, 0], per_character)
+        np.add.at(by_character, spans[nonempty, 1], -per_character)
+        cumulative = np.append(0, np.cumsum(np.cumsum(by_character)))
+        return np.diff(cumulative[np.append(0, ends)]).astype(np.float32)[None]
 
     @torch.inference_mode()
-    def _paid(self, ids: NDArray[np.int64], question: int) -> NDArray[np.float32]:
-        """Return the mean attention of the tokens from `question` on to each token, float32 [T]."""
-        given, cache = torch.from_numpy(ids)[None].to(self._model.device), None
-        for start in range(0, question, PART_TOKENS):
-            part = given[:, start : min(start + PART_TOKENS, question)]
+    def _paid(self, ids: NDArray[np.int64], question_start: int) -> NDArray[np.float32]:
+        """Return the mean attention that tokens from `question_start` on pay to each token, float32 [T]."""
+        inputs, cache = torch.from_numpy(ids)[None].to(self._model.device), None
+        for start in range(0, question_start, PART_TOKENS):
+            part = inputs[:, start : min(start + PART_TOKENS, question_start)]
             cache = self._model(part, past_key_values=cache, use_cache=True, logits_to_keep=1).past_key_values
-        asked = given[:, question:]
-        made = self._model(asked, past_key_values=cache, output_attentions=True, logits_to_keep=1)
-        last = made.attentions[-1][0].float().mean((0, 1)).cpu().numpy()
-        paid = np.zeros(len(ids), np.float32)
-        paid[len(ids) - len(last) :] = last  # a sliding window covers the last tokens only
-        return paid
+        question_inputs = inputs[:, question_start:]
+        output = self._model(question_inputs, past_key_values=cache, output_attentions=True, logits_to_keep=1)
+        weights = output.attentions[-1][0].float().mean((0, 1)).cpu().numpy()
+        attention = np.zeros(len(ids), np.float32)
+        attention[len(ids) - len(weights) :] = weights  # a sliding window covers the last tokens only
+        return attention

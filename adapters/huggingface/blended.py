@@ -97,25 +97,25 @@ class HuggingFaceDecoder:
     def _want(self, module: Any, *names: str) -> None:
         for name in names:
             if not hasattr(module, name):
-                lacks = f"{type(module).__name__} lacks {name}, not Llama-like"
-                raise BlendError(f"model type {self.kind!r}: {lacks}")
+                reason = f"{type(module).__name__} lacks {name}, not Llama-like"
+                raise BlendError(f"model type {self.kind!r}: {reason}")
 
     def _matching_rope(self) -> Rope:
         """Return the rope with the order of channels that reproduces the model's results."""
         rotary = self.base.rotary_emb
         frequencies = tuple(rotary.inv_freq.double().tolist())
         scale = float(getattr(rotary, "attention_scaling", 1.0))
-        differs = {}
+        differences = {}
         for interleaved in (False, True):
             self.rope = Rope(frequencies, interleaved, scale=scale)
             if self.rope.channels > self.base.layers[0].self_attn.head_dim:
                 break
-            differs[interleaved] = self._difference()
-            if differs[interleaved] < (1e-3 if self.model.dtype == torch.float32 else 0.1):
+            differences[interleaved] = self._difference()
+            if differences[interleaved] < (1e-3 if self.model.dtype == torch.float32 else 0.1):
                 return self.rope
         raise BlendError(
             f"model type {self.kind!r}: its keys, values or logits are not those of a Llama-like decoder "
-            f"(relative difference {min(differs.values(), default=float('inf')):.2g})"
+            f"(relative difference {min(differences.values(), default=float('inf')):.2g})"
         )
 
     @torch.inference_mode()
@@ -125,17 +125,17 @@ class HuggingFaceDecoder:
         ids = np.arange(_PROBE_TOKENS, dtype=np.int32) * 7919 % vocabulary
         try:
             layout = probe_layout(self.model)
-            theirs, ours = (GrowingCache(layout, _PROBE_TOKENS, self.device) for _ in range(2))
-            expected = [forward(self.model, ids, theirs)]
-            found = [recompute(self, paged(ours), ids, plan_blend(len(ids)), np.zeros(0, np.int32)).logits]
+            model_kv, own_kv = (GrowingCache(layout, _PROBE_TOKENS, self.device) for _ in range(2))
+            expected = [forward(self.model, ids, model_kv)]
+            actual = [recompute(self, paged(own_kv), ids, plan_blend(len(ids)), np.zeros(0, np.int32)).logits]
         except (LayoutError, LaunchError, RuntimeError, TypeError) as error:
             raise BlendError(f"model type {self.kind!r}: does not run as Llama does: {error}") from error
-        for a, b in zip(theirs.layers, ours.layers, strict=True):
+        for a, b in zip(model_kv.layers, own_kv.layers, strict=True):
             expected += [a.room_k, a.room_v]
-            found += [b.room_k, b.room_v]
+            actual += [b.room_k, b.room_v]
         return max(
             float((x.float() - y.float()).norm() / x.float().norm())
-            for x, y in zip(expected, found, strict=True)
+            for x, y in zip(expected, actual, strict=True)
         )
 
 
@@ -269,7 +269,7 @@ class BlendedModel(OverCache):
             BlendError: the prompt is empty, or documents lie outside it, overlap or are out of order.
             PolicyError: `policy` names a tier that does not exist.
         """
-        ids, before = as_tokens(tokens), as_tokens(prefix)
+        ids, prefix_ids = as_tokens(tokens), as_tokens(prefix)
         if not len(ids):
             raise BlendError("tokens: the prompt is empty")
         if documents is None:
@@ -277,7 +277,7 @@ class BlendedModel(OverCache):
         plan_blend(len(ids), 0, [Span(*document) for document in documents])  # checked before any load
         kv = GrowingCache(self.cached.layout, len(ids) + room, self.cached.device)
         exact = kv.load(self.cache, ids[:-1], policy=policy).tokens
-        spans = [self._load(ids, Span(*document), exact, before, kv, policy) for document in documents]
+        spans = [self._load(ids, Span(*document), exact, prefix_ids, kv, policy) for document in documents]
         plan = plan_blend(len(ids), exact, spans)
         blended = blend(self.decoder, paged(kv), ids, plan, self.selection, auxiliary=self.auxiliary)
         kv.mark_filled(len(ids))
@@ -311,28 +311,28 @@ class BlendedModel(OverCache):
         ids: TokenIds,
         document: Span,
         exact: int,
-        before: TokenIds,
+        prefix_ids: TokenIds,
         kv: GrowingCache,
         policy: RequestPolicy,
     ) -> Span:
-        """Load a document's KV after the exact prefix, rotated to its place; return the span found."""
-        first, start, stop = len(before), document.start, document.stop
-        wanted = np.concatenate([before, ids[start:stop]])
+        """Load a document's KV beyond the exact prefix, rotated to its positions; return the loaded span."""
+        first, start, stop = len(prefix_ids), document.start, document.stop
+        document_ids = np.concatenate([prefix_ids, ids[start:stop]])
         if stop <= exact:
             return Span(start, start, first)
-        hit = self.cache.lookup(wanted, self.namespace, policy=policy)
-        where = np.arange(hit.tokens, dtype=np.int64) - first + start
-        where[: min(first, hit.tokens)] = -1
-        where[where < exact] = -1
-        places = [SequencePages(place.pages, slots=where) for place in kv.places(0)]
+        hit = self.cache.lookup(document_ids, self.namespace, policy=policy)
+        slots = np.arange(hit.tokens, dtype=np.int64) - first + start
+        slots[: min(first, hit.tokens)] = -1
+        slots[slots < exact] = -1
+        pages = [SequencePages(group_pages.pages, slots=slots) for group_pages in kv.places(0)]
         chunks = hit.tokens // self.namespace.chunk_tokens
         rotate = Rotation(self.decoder.rope, np.full(chunks, start - first, np.int64))
-        loaded = self.cache.load(hit, places, rotate if start != first else None).tokens
+        loaded = self.cache.load(hit, pages, rotate if start != first else None).tokens
         return Span(
             start,
             max(start, start + loaded - first),
             first,
-            exact=first == start and np.array_equal(before, ids[:start]),
+            exact=first == start and np.array_equal(prefix_ids, ids[:start]),
         )
 
 

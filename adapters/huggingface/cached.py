@@ -169,20 +169,20 @@ class CachedModel(OverCache):
         start = time.perf_counter()
         ids = as_tokens(tokens)
         if stop is None:
-            end = self.model.generation_config.eos_token_id
-            stop = end if isinstance(end, list) else (end,)
+            end_ids = self.model.generation_config.eos_token_id
+            stop = end_ids if isinstance(end_ids, list) else (end_ids,)
         prefill = self.prefill(ids, max_new_tokens, policy)
         decoded = decode(self.model, prefill.logits, prefill.kv, max_new_tokens, stop)
-        new = [next(decoded)]
+        new_ids = [next(decoded)]
         ttft_s = time.perf_counter() - start
-        new += decoded
+        new_ids += decoded
         return Generation(
-            tokens=new,
+            tokens=new_ids,
             prompt_tokens=len(ids),
             hit_tokens=prefill.hit_tokens,
             computed_tokens=prefill.computed_tokens,
             ttft_s=ttft_s,
-            stored=self.store(np.concatenate([ids, np.array(new, np.int32)]), prefill.kv, policy),
+            stored=self.store(np.concatenate([ids, np.array(new_ids, np.int32)]), prefill.kv, policy),
         )
 
     def store(

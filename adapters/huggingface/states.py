@@ -49,10 +49,10 @@ class StateTensor:
 def tensors_of(layer: Any) -> tuple[StateTensor, ...]:
     """List the tensors of state that a layer of transformers' cache holds, without the batch."""
     return tuple(
-        StateTensor(kind, i, str(held.dtype).removeprefix("torch."), tuple(held.shape[1:]))
+        StateTensor(kind, i, str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape[1:]))
         for kind in ("conv", "recurrent")
-        for i, held in getattr(layer, f"{kind}_states", {}).items()
-        if held is not None
+        for i, tensor in getattr(layer, f"{kind}_states", {}).items()
+        if tensor is not None
     )
 
 
@@ -62,32 +62,32 @@ def with_states(layout: KVLayout, layers: Mapping[int, Sequence[StateTensor]], c
     Raises:
         LayoutError: `layout` does not divide into chunks of `chunk_tokens`.
     """
-    alike: dict[tuple[StateTensor, ...], list[int]] = {}
+    layers_by_states: dict[tuple[StateTensor, ...], list[int]] = {}
     for layer, tensors in layers.items():
         if tensors:
-            alike.setdefault(tuple(tensors), []).append(layer)
+            layers_by_states.setdefault(tuple(tensors), []).append(layer)
     groups = list(layout.groups)
-    most = max(group.chunk_bytes(chunk_tokens) for group in groups) if alike else 0
-    for tensors, which in alike.items():
+    max_bytes = max(group.chunk_bytes(chunk_tokens) for group in groups) if layers_by_states else 0
+    for tensors, layer_ids in layers_by_states.items():
         size = sum(tensor.nbytes for tensor in tensors)
-        told = json.dumps([[t.kind, t.index, t.dtype, t.shape] for t in tensors], separators=(",", ":"))
+        spec = json.dumps([[t.kind, t.index, t.dtype, t.shape] for t in tensors], separators=(",", ":"))
         groups += [
             LayerGroup.of_states(
-                [FIRST_LAYER + layer for layer in part], size, chunk_tokens, f"transformers:{told}"
+                [FIRST_LAYER + layer for layer in shard], size, chunk_tokens, f"transformers:{spec}"
             )
-            for part in divide(which, size, most)
+            for shard in divide(layer_ids, size, max_bytes)
         ]
     return replace(layout, groups=tuple(groups))
 
 
 def states_of(layout: KVLayout) -> dict[int, tuple[StateTensor, ...]]:
     """Return the tensors of state of each layer, from a layout made by `with_states`."""
-    found = {}
+    states = {}
     for group in layout.groups[layout.token_groups :]:
-        told = json.loads((group.state or "").partition(":")[2])
-        tensors = tuple(StateTensor(kind, i, dtype, tuple(shape)) for kind, i, dtype, shape in told)
-        found.update({layer - FIRST_LAYER: tensors for layer in group.layers})
-    return found
+        spec = json.loads((group.state or "").partition(":")[2])
+        tensors = tuple(StateTensor(kind, i, dtype, tuple(shape)) for kind, i, dtype, shape in spec)
+        states.update({layer - FIRST_LAYER: tensors for layer in group.layers})
+    return states
 
 
 class Snapshots:
@@ -112,26 +112,26 @@ class Snapshots:
     def keep(self, chunks: int) -> None:
         """Copy the layers' states, which are those after `chunks` chunks. Mutates the pages."""
         slot = self._slot(chunks)
-        for layer, held in self._pages(slot):
-            for tensor, part in self._parts(layer, held):
+        for layer, page in self._pages(slot):
+            for tensor, stored in self._parts(layer, page):
                 value = getattr(self._layers[layer], f"{tensor.kind}_states")[tensor.index]
-                part.copy_(value.contiguous().view(-1).view(torch.uint8))
+                stored.copy_(value.contiguous().view(-1).view(torch.uint8))
 
     def restore(self, chunks: int) -> None:
         """Restore the states after `chunks` chunks to the layers. Mutates the layers."""
-        for layer, held in self._pages(self._slots[chunks]):
-            into = self._layers[layer]
-            for tensor, part in self._parts(layer, held):
+        for layer, page in self._pages(self._slots[chunks]):
+            cache_layer = self._layers[layer]
+            for tensor, stored in self._parts(layer, page):
                 dtype = getattr(torch, tensor.dtype)
                 value = torch.empty((1, *tensor.shape), dtype=dtype, device=self._device)
-                value.view(-1).view(torch.uint8).copy_(part)
-                getattr(into, f"{tensor.kind}_states")[tensor.index] = value
-                getattr(into, f"is_{tensor.kind}_states_initialized")[tensor.index] = True
+                value.view(-1).view(torch.uint8).copy_(stored)
+                getattr(cache_layer, f"{tensor.kind}_states")[tensor.index] = value
+                getattr(cache_layer, f"is_{tensor.kind}_states_initialized")[tensor.index] = True
                 if tensor.kind == "conv":
-                    into.conv_kernel_size[tensor.index] = tensor.shape[-1]
-                    into.has_previous_state[tensor.index] = True
-                if into.device is None:
-                    into.dtype, into.device = dtype, self._device
+                    cache_layer.conv_kernel_size[tensor.index] = tensor.shape[-1]
+                    cache_layer.has_previous_state[tensor.index] = True
+                if cache_layer.device is None:
+                    cache_layer.dtype, cache_layer.device = dtype, self._device
 
     def make_room(self, chunks: int) -> None:
         """Make pages for the states after `chunks` chunks, to be loaded. Mutates the snapshots."""
@@ -143,11 +143,11 @@ class Snapshots:
         self._slots.clear()
 
     def pages(self, chunks: int) -> list[SequencePages]:
-        """Return the places of the snapshots in the first `chunks` chunks, for each group of states."""
+        """Return the pages of the snapshots of the first `chunks` chunks, for each group of states."""
         blocks = np.full(chunks, -1, np.int64)
-        for place, slot in self._slots.items():
-            if place <= chunks:
-                blocks[place - 1] = slot
+        for end_chunk, slot in self._slots.items():
+            if end_chunk <= chunks:
+                blocks[end_chunk - 1] = slot
         return [
             SequencePages(Pages.of(group, pool), blocks=blocks)
             for group, pool in zip(self._groups, self._pools, strict=True)
@@ -156,10 +156,10 @@ class Snapshots:
     def _slot(self, chunks: int) -> int:
         slot = self._slots.setdefault(chunks, len(self._slots))
         if self._pools and slot >= len(self._pools[0][0]):
-            old, self._pools = self._pools, self._new_pools(2 * slot)
-            for before, after in zip(old, self._pools, strict=True):
-                for few, many in zip(before, after, strict=True):
-                    many[: len(few)] = few
+            old_pools, self._pools = self._pools, self._new_pools(2 * slot)
+            for old_pool, new_pool in zip(old_pools, self._pools, strict=True):
+                for old_pages, new_pages in zip(old_pool, new_pool, strict=True):
+                    new_pages[: len(old_pages)] = old_pages
         return slot
 
     def _new_pools(self, slots: int) -> list[list[torch.Tensor]]:

@@ -52,8 +52,8 @@ def blend_attention(
         LaunchError: an argument does not fit.
     """
     _check_gradients(q=q, k_pages=k_pages, v_pages=v_pages, out=out)
-    given = (q, k_pages, v_pages) if out is None else (q, k_pages, v_pages, out)
-    forms = [(x.shape, x.stride(), x.dtype, x.device) for x in given]
+    tensors = (q, k_pages, v_pages) if out is None else (q, k_pages, v_pages, out)
+    forms = [(x.shape, x.stride(), x.dtype, x.device) for x in tensors]
     rows.once(("checked", *forms), lambda: _check_attention(q, k_pages, v_pages, rows, out))
     if q.device.type == "cpu":
         o, lse = torch_cpu.attention(q, k_pages, v_pages, rows, scoring)

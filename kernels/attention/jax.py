@@ -71,8 +71,8 @@ def blend_attention(
     """
     checks.check_pages(q, k_pages, v_pages)
     checks.check_requests(requests, q)
-    found: tuple[jax.Array, jax.Array] = _blend_attention(q, k_pages, v_pages, requests, scoring)
-    return found
+    result: tuple[jax.Array, jax.Array] = _blend_attention(q, k_pages, v_pages, requests, scoring)
+    return result
 
 
 def rope_scatter(
@@ -94,9 +94,9 @@ def rope_scatter(
     """
     checks.check_scatter(q, k, v, turns, k_pages, v_pages)
     check_ids("slots", slots, (len(q),))
-    every = in_range("slots", slots, k_pages.shape[0] * k_pages.shape[2])
-    made: Scattered = _rope_scatter(q, k, v, turns, every, k_pages, v_pages, deviation)
-    return made
+    checked_slots = in_range("slots", slots, k_pages.shape[0] * k_pages.shape[2])
+    result: Scattered = _rope_scatter(q, k, v, turns, checked_slots, k_pages, v_pages, deviation)
+    return result
 
 
 def token_deviation(new: jax.Array, old: jax.Array) -> jax.Array:
@@ -139,13 +139,13 @@ def _blend_attention(
 ) -> tuple[jax.Array, jax.Array]:
     arrays, xla = (q, k_pages, v_pages, requests), functools.partial(_attention, scoring=scoring)
     on_tpu = functools.partial(pallas_tpu.blend_attention, scoring=scoring)
-    found: tuple[jax.Array, jax.Array] = lax.platform_dependent(
+    result: tuple[jax.Array, jax.Array] = lax.platform_dependent(
         *vary(arrays, varying(arrays)),  # to one type, so that all branches return one type
         cuda=functools.partial(pallas.blend_attention, scoring=scoring),
         tpu=on_tpu if pallas_tpu.takes(q, v_pages, requests) else xla,
         default=xla,
     )
-    return found
+    return result
 
 
 @operation()
@@ -165,13 +165,13 @@ def _rope_scatter(
     deviation: bool,
 ) -> Scattered:
     cos_sin, rope = turns.cos_sin[:, None], turns.rope
-    turned = rotate(k, cos_sin, rope)
-    changed = None
+    rotated_k = rotate(k, cos_sin, rope)
+    distance = None
     if deviation:
         block, n, keep = where(slots, k_pages)
-        changed = jnp.where(keep, _token_deviation(turned, k_pages[block, :, n]), 0.0)
-    k_filled, v_filled = scatter(k_pages, slots, bits(turned)), scatter(v_pages, slots, bits(v))
-    return Scattered(rotate(q, cos_sin, rope), k_filled, v_filled, changed)
+        distance = jnp.where(keep, _token_deviation(rotated_k, k_pages[block, :, n]), 0.0)
+    k_filled, v_filled = scatter(k_pages, slots, bits(rotated_k)), scatter(v_pages, slots, bits(v))
+    return Scattered(rotate(q, cos_sin, rope), k_filled, v_filled, distance)
 
 
 @operation("scoring")
@@ -212,10 +212,10 @@ def _query_scores(
         more: jax.Array = lax.fori_loop(*_key_tiles(at, length, scoring.window, keys), key_tile, mass)
         return more
 
-    nothing = jnp.zeros((q.shape[1], total), jnp.float32)
+    no_mass = jnp.zeros((q.shape[1], total), jnp.float32)
     axes = varying(q, k_pages, v_pages, requests, lse)
-    found: jax.Array = lax.fori_loop(0, len(q) // rows, row_tile, vary(nothing, axes))
-    return found
+    result: jax.Array = lax.fori_loop(0, len(q) // rows, row_tile, vary(no_mass, axes))
+    return result
 
 
 def _attention(
@@ -230,24 +230,24 @@ def _attention(
     tiles = -(-jnp.diff(row_starts) // rows)  # [requests]
     ends = jnp.cumsum(tiles)
 
-    def tile(i: jax.Array, done: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
+    def tile(i: jax.Array, results: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
         r = jnp.searchsorted(ends, i, side="right")
         first = row_starts[r] + (i - ends[r] + tiles[r]) * rows
         own = first + jnp.arange(rows) < row_starts[r + 1]
-        at = jnp.where(own, lax.dynamic_slice_in_dim(positions, first, rows), -1)
-        of_tile = lax.dynamic_slice_in_dim(q, first, rows)
-        o, lse = _attend(of_tile, k_pages, v_pages, tables[r], at, lengths[r], scoring)
+        tile_positions = jnp.where(own, lax.dynamic_slice_in_dim(positions, first, rows), -1)
+        tile_q = lax.dynamic_slice_in_dim(q, first, rows)
+        o, lse = _attend(tile_q, k_pages, v_pages, tables[r], tile_positions, lengths[r], scoring)
         # a tile may write into rows of the next request; that one's tile comes later and overwrites them
         return (
-            lax.dynamic_update_slice_in_dim(done[0], o.astype(q.dtype), first, 0),
-            lax.dynamic_update_slice_in_dim(done[1], lse, first, 0),
+            lax.dynamic_update_slice_in_dim(results[0], o.astype(q.dtype), first, 0),
+            lax.dynamic_update_slice_in_dim(results[1], lse, first, 0),
         )
 
-    nothing = (
+    initial = (
         jnp.zeros((m + rows, query_heads, v_pages.shape[3]), q.dtype),
         jnp.full((m + rows, query_heads), -jnp.inf, jnp.float32),
     )
-    o, lse = lax.fori_loop(0, ends[-1], tile, vary(nothing, varying(q)))
+    o, lse = lax.fori_loop(0, ends[-1], tile, vary(initial, varying(q)))
     return o[:m], lse[:m]
 
 
@@ -268,27 +268,27 @@ def _attend(
     def key_tile(
         t: jax.Array, state: tuple[jax.Array, jax.Array, jax.Array]
     ) -> tuple[jax.Array, jax.Array, jax.Array]:
-        o, top, total = state
+        o, maximum, total = state
         j = t * keys + jnp.arange(keys)
         scores = _scores(packed, _keys(k_pages, table, j), of_row, j, length, scoring)
         v = jnp.where(j[:, None] < length, _keys(v_pages, table, j), 0)  # 0 * NaN is NaN
-        higher = jnp.maximum(top, scores.max(-1, keepdims=True))
-        shift = jnp.where(higher == -jnp.inf, 0.0, higher)
+        new_maximum = jnp.maximum(maximum, scores.max(-1, keepdims=True))
+        shift = jnp.where(new_maximum == -jnp.inf, 0.0, new_maximum)
         weights = jnp.exp(scores - shift)
-        fade = jnp.exp(top - shift)
-        total = total * fade + weights.sum(-1, keepdims=True)
-        return o * fade + _dot("hrk,hkd->hrd", weights.astype(v.dtype), v), higher, total
+        decay = jnp.exp(maximum - shift)
+        total = total * decay + weights.sum(-1, keepdims=True)
+        return o * decay + _dot("hrk,hkd->hrd", weights.astype(v.dtype), v), new_maximum, total
 
     column = (kv_heads, packed.shape[1], 1)
-    nothing = (
+    initial = (
         jnp.zeros((*column[:2], v_size), jnp.float32),
         jnp.full(column, -jnp.inf, jnp.float32),
         jnp.zeros(column, jnp.float32),
     )
-    nothing = vary(nothing, varying(q))
-    o, top, total = lax.fori_loop(*_key_tiles(positions, length, scoring.window, keys), key_tile, nothing)
+    initial = vary(initial, varying(q))
+    o, maximum, total = lax.fori_loop(*_key_tiles(positions, length, scoring.window, keys), key_tile, initial)
     o = o / jnp.where(total == 0, 1.0, total)
-    lse = top + jnp.log(total)  # nothing seen: -inf
+    lse = maximum + jnp.log(total)  # nothing seen: -inf
     group = q.shape[1] // kv_heads
     o, lse = (x.reshape(kv_heads, rows, group, x.shape[2]).swapaxes(0, 1) for x in (o, lse))
     return o.reshape(rows, q.shape[1], v_size), lse.reshape(rows, q.shape[1])

@@ -31,10 +31,10 @@ def cut(requests: Requests, rows: int, tokens: int) -> RowTiles:
     m = len(requests.positions)
     row_starts = jnp.append(requests.row_starts, m).clip(0, m).astype(jnp.int32)
     lengths = jnp.append(requests.lengths, 0).clip(0, requests.tables.shape[1] * tokens).astype(jnp.int32)
-    most = (m + min(len(lengths), m) * (rows - 1)) // rows
+    tile_count = (m + min(len(lengths), m) * (rows - 1)) // rows
     counts = -(-jnp.diff(row_starts) // rows)  # [requests + 1]
     ends = jnp.cumsum(counts, dtype=jnp.int32)
-    i = jnp.arange(most, dtype=jnp.int32)
+    i = jnp.arange(tile_count, dtype=jnp.int32)
     request = jnp.searchsorted(ends, i, side="right").astype(jnp.int32).clip(max=len(counts) - 1)
     first = row_starts[request] + (i - ends[request] + counts[request]) * rows
     return RowTiles(request, first, jnp.minimum(first + rows, row_starts[request + 1]), lengths)

@@ -232,13 +232,13 @@ def _attention_case(spec: AttentionSpec, device: torch.device, filled: bool) -> 
         return triton.attention(q, k_pages, values[0], rows, scoring, values[1], lse, config)
 
     sample = np.unique(np.linspace(0, rows.count - 1, 64).astype(np.int64))
-    some = torch.from_numpy(sample).to(device)
+    sample_ids = torch.from_numpy(sample).to(device)
 
     @cache
     def expected() -> tuple[torch.Tensor, torch.Tensor]:
         starts = np.array([0, len(sample)])
-        chosen = Rows.of(rows.positions[sample], starts, rows.lengths, rows.tables, tokens, device)
-        return reference.blend_attention(q[some], k_pages, v_pages, chosen, scoring)
+        sample_rows = Rows.of(rows.positions[sample], starts, rows.lengths, rows.tables, tokens, device)
+        return reference.blend_attention(q[sample_ids], k_pages, v_pages, sample_rows, scoring)
 
     def fault() -> str:
         if spec.kernel == "weigh":
@@ -246,10 +246,10 @@ def _attention_case(spec: AttentionSpec, device: torch.device, filled: bool) -> 
             return far("scores", mass, want, TOLERANCE[heads.dtype], 1e-6)
         if lse.isnan().any() or (spec.what == "o" and out.isnan().any()):
             return "some rows were not written"
-        found = far("lse", lse[some], expected()[1], 0, 1e-3)
+        found = far("lse", lse[sample_ids], expected()[1], 0, 1e-3)
         if not found and spec.what == "o":
-            want, got = expected()[0].double(), out[some].double()
-            error = ((got - want).norm(dim=2) / want.norm(dim=2)).max()  # the largest of all rows and heads
+            want, actual = expected()[0].double(), out[sample_ids].double()
+            error = ((actual - want).norm(dim=2) / want.norm(dim=2)).max()  # of all rows and heads
             if not error <= TOLERANCE[heads.dtype]:
                 found = f"o: a row is off by {error:.2g} of its norm"
         return found
@@ -307,8 +307,8 @@ def _scatter_case(spec: ScatterSpec, device: torch.device, filled: bool) -> Case
     sizes = heads.query_heads * heads.size, heads.heads * heads.size, heads.heads * heads.v_size
     fused = new(spec.rows, sum(sizes))  # output of one projection
     sides = heads.size, heads.v_size
-    parts = zip(fused.split_with_sizes(sizes, 1), (heads.size, *sides), strict=True)
-    q, k, v = (part.view(spec.rows, -1, size) for part, size in parts)
+    projections = zip(fused.split_with_sizes(sizes, 1), (heads.size, *sides), strict=True)
+    q, k, v = (projection.view(spec.rows, -1, size) for projection, size in projections)
     positions = np.sort(random.choice(spec.tokens, spec.rows, replace=False))
     turns = RowTurns(spec.rope, torch.from_numpy(spec.rope.table(positions)).to(device))
     slots = torch.from_numpy(random.permutation(spec.tokens)[: spec.rows]).to(device)
@@ -331,16 +331,16 @@ def _scatter_case(spec: ScatterSpec, device: torch.device, filled: bool) -> Case
 
     @cache
     def expected() -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        want, moved = before.clone(), torch.empty_like(deviation)
+        want, moved_distance = before.clone(), torch.empty_like(deviation)
         k_pages, v_pages = want.split_with_sizes(sides, -1)
-        turned = reference.rope_scatter(q, k, v, turns, slots, k_pages, v_pages, moved)
-        return want, turned, moved
+        rotated_q = reference.rope_scatter(q, k, v, turns, slots, k_pages, v_pages, moved_distance)
+        return want, rotated_q, moved_distance
 
     def fault() -> str:
-        want, turned, moved = expected()
+        want, rotated_q, moved_distance = expected()
         close = 2 * torch.finfo(heads.dtype).eps, 1e-5
-        found = far("pages", pages, want, *close) or far("q", out, turned, *close)
-        return found or (far("deviation", deviation, moved, 1e-2, 1e-4) if spec.deviation else "")
+        found = far("pages", pages, want, *close) or far("q", out, rotated_q, *close)
+        return found or (far("deviation", deviation, moved_distance, 1e-2, 1e-4) if spec.deviation else "")
 
     return Case(launches, poison, fault, (pages, out, deviation) if spec.deviation else (pages, out))
 

@@ -17,12 +17,12 @@ def blend_attention(
     out = q.new_zeros(*q.shape[:2], v_pages.shape[3])
     lse = torch.full(q.shape[:2], -torch.inf, device=q.device)
     for r, first in enumerate(rows.row_starts[:-1]):
-        some = slice(first, rows.row_starts[r + 1])
-        scores = _scores(q[some], k_pages, rows, r, scoring)  # [Hq, m, n]
-        lse[some] = torch.logsumexp(scores, -1).T.float()
+        own_rows = slice(first, rows.row_starts[r + 1])
+        scores = _scores(q[own_rows], k_pages, rows, r, scoring)  # [Hq, m, n]
+        lse[own_rows] = torch.logsumexp(scores, -1).T.float()
         weights = torch.softmax(scores, -1).nan_to_num()  # no key seen: 0 / 0
         v = gather(v_pages, rows, r).double().repeat_interleave(group, 1)  # [n, Hq, Dv]
-        out[some] = torch.einsum("hmn,nhd->mhd", weights, v).to(q.dtype)
+        out[own_rows] = torch.einsum("hmn,nhd->mhd", weights, v).to(q.dtype)
     return out, lse
 
 
@@ -44,13 +44,13 @@ def rope_scatter(
     deviation: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Compute `api.rope_scatter`; `slots` may have any dtype, `deviation` is summed in float64."""
-    turned = rotate(k, turns.cos_sin[:, None], turns.rope)
+    rotated_k = rotate(k, turns.cos_sin[:, None], turns.rope)
     keep = torch.nonzero(slots >= 0).flatten()
     block, n = slots[keep].long() // k_pages.shape[2], slots[keep].long() % k_pages.shape[2]
     if deviation is not None:
         deviation.zero_()
-        deviation[keep] = token_deviation(turned[keep], k_pages[block, :, n])
-    k_pages[block, :, n] = turned[keep]
+        deviation[keep] = token_deviation(rotated_k[keep], k_pages[block, :, n])
+    k_pages[block, :, n] = rotated_k[keep]
     v_pages[block, :, n] = v[keep]
     return rotate(q, turns.cos_sin[:, None], turns.rope)
 

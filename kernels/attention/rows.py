@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 
 LARGEST_INT32 = 2**31 - 1
 MASK_BYTES = 256 << 20
-"""Most bytes of masks to keep for all layers of a batch; beyond it, each layer makes its own."""
+"""Maximum bytes of masks kept for all layers of a batch; each layer makes the masks beyond it itself."""
 
 
 T = TypeVar("T")
@@ -126,9 +126,9 @@ class Rows:
         tables = np.where(used, tables, -1)
         if tables[used].min(initial=0) < 0:
             raise RowsError(f"tables: block {tables[used].min()} within a request's length, want at least 0")
-        held = (positions >= 0) & (positions < lengths[request])
-        slots, at = np.full(len(positions), -1, np.int64), positions[held]
-        slots[held] = tables[request[held], at // block_tokens] * block_tokens + at % block_tokens
+        within = (positions >= 0) & (positions < lengths[request])
+        slots, at = np.full(len(positions), -1, np.int64), positions[within]
+        slots[within] = tables[request[within], at // block_tokens] * block_tokens + at % block_tokens
         return Rows(
             positions=positions,
             row_starts=row_starts,
@@ -144,7 +144,7 @@ class Rows:
         """Plan the work items of an attention over these rows; planned once, then remembered.
 
         Args:
-            rows_per_tile: most rows of one request in a tile.
+            rows_per_tile: maximum rows of one request in a tile.
             split_keys: multiple at which keys of an item end; None: a tile is one item.
             window: tokens of a sliding window: a row at position p sees only keys above p - window.
         """
@@ -154,10 +154,10 @@ class Rows:
     def once(self, key: Hashable, make: Callable[[], T]) -> T:
         """Return the result of `make`, made for the first layer and remembered for others of equal `key`."""
         try:
-            found: T = self._known[key]
+            value: T = self._known[key]
         except KeyError:
-            found = self._known[key] = make()
-        return found
+            value = self._known[key] = make()
+        return value
 
     def mask(self, first: int, after: int, begin: int, end: int, window: int | None) -> torch.Tensor:
         """Return the mask of an attention on a CPU: float32 [after - first, end - begin], 0 or -inf.
@@ -167,26 +167,26 @@ class Rows:
             begin, end: first key and key after the last.
         """
         key = first, after, begin, end, window
-        found = self._masks.get(key)
-        if found is None:
+        mask = self._masks.get(key)
+        if mask is None:
             j, p = np.arange(begin, end), self.positions[first:after, None]
             seen = j <= p if window is None else (j <= p) & (j > p - window)
-            found = torch.zeros(seen.shape).masked_fill_(~torch.from_numpy(seen), -math.inf)
-            if sum(mask.nbytes for mask in self._masks.values()) + found.nbytes <= MASK_BYTES:
-                self._masks[key] = found
-        return found
+            mask = torch.zeros(seen.shape).masked_fill_(~torch.from_numpy(seen), -math.inf)
+            if sum(other.nbytes for other in self._masks.values()) + mask.nbytes <= MASK_BYTES:
+                self._masks[key] = mask
+        return mask
 
     def _plan(self, rows_per_tile: int, split_keys: int | None, window: int | None) -> Tiles:
         counts = -(-np.diff(self.row_starts) // rows_per_tile)  # tiles of each request
         request, nth = _each(counts)
         first_row = self.row_starts[request] + nth * rows_per_tile
         after_row = np.minimum(first_row + rows_per_tile, self.row_starts[request + 1])
-        nearest, farthest = self.positions[first_row], self.positions[after_row - 1]
+        first_position, last_position = self.positions[first_row], self.positions[after_row - 1]
         length = self.lengths[request]
-        end = np.clip(farthest + 1, 0, length)
-        begin = np.zeros_like(end) if window is None else np.clip(nearest - window + 1, 0, end)
-        full_end = np.clip(nearest + 1, begin, end)
-        full_begin = begin if window is None else np.clip(farthest - window + 1, begin, full_end)
+        end = np.clip(last_position + 1, 0, length)
+        begin = np.zeros_like(end) if window is None else np.clip(first_position - window + 1, 0, end)
+        full_end = np.clip(first_position + 1, begin, end)
+        full_begin = begin if window is None else np.clip(last_position - window + 1, begin, full_end)
 
         size = split_keys or LARGEST_INT32
         parts = np.maximum(1, -(-end // size) - begin // size)  # of each tile

@@ -18,7 +18,7 @@ from kvkit.kernels.attention.layer import RowTurns, Scoring
 from kvkit.kernels.attention.rows import Rows
 
 TILE_ROWS = 64
-"""Rows of a tile. Smaller tiles make smaller products; larger ones take more keys that a row does not see."""
+"""Rows of a tile. Smaller tiles make smaller products; larger ones have more keys that a row does not see."""
 
 
 def attention(
@@ -27,14 +27,14 @@ def attention(
     size, v_size = q.shape[2], v_pages.shape[3]
     out = q.new_zeros(*q.shape[:2], v_size)
     lse = torch.full(q.shape[:2], -math.inf)
-    for some, _, split, mask, (k, v) in _tiles(q, rows, scoring.window, k_pages, v_pages):
+    for tile_rows, _, tile_q, mask, (k, v) in _tiles(q, rows, scoring.window, k_pages, v_pages):
         if size == v_size and scoring.softcap is None:
-            o, logsum = _by_torch(split, k, v, scoring.scale, mask)
+            o, logsum = _by_torch(tile_q, k, v, scoring.scale, mask)
             logsum = logsum.masked_fill(mask.amax(1) == -math.inf, -math.inf)  # torch returns 0 there
         else:
-            o, logsum = _by_products(split, k, v, scoring, mask)
-        out[some] = o.permute(2, 0, 1, 3).flatten(1, 2)
-        lse[some] = logsum.permute(2, 0, 1).flatten(1, 2)
+            o, logsum = _by_products(tile_q, k, v, scoring, mask)
+        out[tile_rows] = o.permute(2, 0, 1, 3).flatten(1, 2)
+        lse[tile_rows] = logsum.permute(2, 0, 1).flatten(1, 2)
     return out, lse
 
 
@@ -51,15 +51,15 @@ def scores(
     if lse is not None:
         lse = lse.masked_fill(lse == -math.inf, 0.0).view(-1, heads, group)
     mass = torch.zeros(heads, group, length)
-    for some, seen, split, mask, (k,) in _tiles(q, rows, scoring.window, k_pages):
-        blind = torch.nonzero(mask.amax(1) == -math.inf).flatten()
+    for tile_rows, tile_keys, tile_q, mask, (k,) in _tiles(q, rows, scoring.window, k_pages):
+        blind_rows = torch.nonzero(mask.amax(1) == -math.inf).flatten()
         for head in range(heads):
-            found = _scores(split[head], k[head], scoring, mask)
+            tile_scores = _scores(tile_q[head], k[head], scoring, mask)
             if lse is None:  # a tile has all keys that its rows see
-                paid = torch.softmax(found, -1).index_fill_(1, blind, 0.0)
+                weights = torch.softmax(tile_scores, -1).index_fill_(1, blind_rows, 0.0)
             else:
-                paid = found.sub_(lse[some, head].T[..., None]).exp_()
-            mass[head, :, seen] += paid.sum(1)
+                weights = tile_scores.sub_(lse[tile_rows, head].T[..., None]).exp_()
+            mass[head, :, tile_keys] += weights.sum(1)
     if v_pages is not None:
         mass *= gather(v_pages, rows.tables[0], length).float().norm(dim=-1)[:, None]
     return mass.flatten(0, 1)
@@ -75,19 +75,19 @@ def scatter(
     v_pages: torch.Tensor,
     deviation: torch.Tensor | None,
 ) -> torch.Tensor:
-    keep, at, cos_sin = None, slots, turns.cos_sin
+    keep, kept_slots, cos_sin = None, slots, turns.cos_sin
     if bool((slots < 0).any()):
         keep = torch.nonzero(slots >= 0).flatten()
-        at, k, v, cos_sin = slots[keep], k[keep], v[keep], cos_sin[keep]
-    turned = _rotate(k, cos_sin, turns.rope)
-    block, n = at // k_pages.shape[2], at % k_pages.shape[2]
+        kept_slots, k, v, cos_sin = slots[keep], k[keep], v[keep], cos_sin[keep]
+    rotated_k = _rotate(k, cos_sin, turns.rope)
+    block, n = kept_slots // k_pages.shape[2], kept_slots % k_pages.shape[2]
     if deviation is not None:
-        moved = token_deviation(turned, k_pages[block, :, n])
+        distance = token_deviation(rotated_k, k_pages[block, :, n])
         if keep is None:
-            deviation.copy_(moved)
+            deviation.copy_(distance)
         else:
-            deviation.zero_()[keep] = moved
-    k_pages[block, :, n] = turned
+            deviation.zero_()[keep] = distance
+    k_pages[block, :, n] = rotated_k
     v_pages[block, :, n] = v
     return _rotate(q, turns.cos_sin, turns.rope)
 
@@ -103,12 +103,12 @@ def gather(pages: torch.Tensor, table: NDArray[np.int64], length: int) -> torch.
     if not len(used):
         return pages.new_empty(heads, 0, size)
     block_stride, head_stride, token_stride, _ = pages.stride()
-    follow = block_stride == tokens * token_stride and bool((np.diff(used) == 1).all())
-    if len(used) == 1 or follow:
+    contiguous = block_stride == tokens * token_stride and bool((np.diff(used) == 1).all())
+    if len(used) == 1 or contiguous:
         start = pages.storage_offset() + int(used[0]) * block_stride
         return pages.as_strided((heads, length, size), (head_stride, token_stride, 1), start)
-    chosen = pages.transpose(0, 1)[:, torch.from_numpy(used)]  # [H, blocks, N, D]
-    return chosen.flatten(1, 2)[:, :length]
+    blocks = pages.transpose(0, 1)[:, torch.from_numpy(used)]  # [H, blocks, N, D]
+    return blocks.flatten(1, 2)[:, :length]
 
 
 def _tiles(
@@ -119,13 +119,13 @@ def _tiles(
     for request in np.unique(items[:, 0]).tolist():
         tiles = items[items[:, 0] == request][:, [1, 2, 3, 6]].tolist()
         length = max(end for *_, end in tiles)
-        held = [gather(part, rows.tables[request], length) for part in pages]
+        tokens = [gather(kv_pages, rows.tables[request], length) for kv_pages in pages]
         for first, after, begin, end in tiles:
             if begin < end:
-                some = q[first:after]
-                split = some.view(len(some), pages[0].shape[1], -1, q.shape[2]).permute(1, 2, 0, 3)
+                tile_q = q[first:after]
+                split = tile_q.view(len(tile_q), pages[0].shape[1], -1, q.shape[2]).permute(1, 2, 0, 3)
                 mask = rows.mask(first, after, begin, end, window)
-                yield slice(first, after), slice(begin, end), split, mask, [x[:, begin:end] for x in held]
+                yield slice(first, after), slice(begin, end), split, mask, [x[:, begin:end] for x in tokens]
 
 
 def _by_torch(
@@ -142,23 +142,23 @@ def _by_torch(
 def _by_products(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scoring: Scoring, mask: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Do the same by matrix products, with a soft-cap and v of any size."""
+    """Compute the same by matrix products, with a soft-cap and v of any size."""
     out = torch.empty(*q.shape[:3], v.shape[2])
     lse = torch.empty(q.shape[:3])
     for head in range(len(q)):
-        found = _scores(q[head], k[head], scoring, mask)
-        lse[head] = torch.logsumexp(found, -1)
-        found.sub_(lse[head].masked_fill(lse[head] == -math.inf, 0.0)[..., None]).exp_()
-        torch.matmul(found, v[head].float(), out=out[head])
+        weights = _scores(q[head], k[head], scoring, mask)
+        lse[head] = torch.logsumexp(weights, -1)
+        weights.sub_(lse[head].masked_fill(lse[head] == -math.inf, 0.0)[..., None]).exp_()
+        torch.matmul(weights, v[head].float(), out=out[head])
     return out, lse
 
 
 def _scores(q: torch.Tensor, k: torch.Tensor, scoring: Scoring, mask: torch.Tensor) -> torch.Tensor:
     """Return float32 scores [group, m, n] of one KV head, -inf where not seen."""
-    found = torch.matmul(q.float() * scoring.scale, k.float().T)
+    scores = torch.matmul(q.float() * scoring.scale, k.float().T)
     if scoring.softcap is not None:
-        found.div_(scoring.softcap).tanh_().mul_(scoring.softcap)
-    return found.add_(mask)
+        scores.div_(scoring.softcap).tanh_().mul_(scoring.softcap)
+    return scores.add_(mask)
 
 
 def _rotate(x: torch.Tensor, cos_sin: torch.Tensor, rope: Rope) -> torch.Tensor:
@@ -167,12 +167,12 @@ def _rotate(x: torch.Tensor, cos_sin: torch.Tensor, rope: Rope) -> torch.Tensor:
     out = torch.empty(x.shape, dtype=x.dtype)
     out[..., :first] = x[..., :first]
     out[..., last:] = x[..., last:]
-    wide, turned = x[..., first:last].float(), out[..., first:last]
+    rotary, out_rotary = x[..., first:last].float(), out[..., first:last]
     cos, sin = cos_sin[:, None].chunk(2, -1)
     if rope.interleaved:
-        a, b, to_a, to_b = wide[..., 0::2], wide[..., 1::2], turned[..., 0::2], turned[..., 1::2]
+        a, b, to_a, to_b = rotary[..., 0::2], rotary[..., 1::2], out_rotary[..., 0::2], out_rotary[..., 1::2]
     else:
-        (a, b), (to_a, to_b) = wide.chunk(2, -1), turned.chunk(2, -1)
+        (a, b), (to_a, to_b) = rotary.chunk(2, -1), out_rotary.chunk(2, -1)
     to_a.copy_((a * cos).addcmul_(b, sin, value=-1))
     to_b.copy_((b * cos).addcmul_(a, sin))
     return out

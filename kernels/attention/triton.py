@@ -3,8 +3,8 @@
 The `reference` beside this defines what the kernels compute. Each function here returns the launches of an
 operation, in order, and starts nothing. Attention is FlashAttention (https://arxiv.org/abs/2205.14135) over
 the tiles of `Rows.tiles`: some rows times the query heads of a KV head are the rows of one matrix product.
-Keys that all rows see are taken without a mask; keys that no row sees are not touched. Long tiles are split
-among several programs where there would be too few (https://pytorch.org/blog/flash-decoding). Sums have a
+Keys that all rows see need no mask; keys that no row sees are not read. Long tiles are split among several
+programs if there would be too few (https://pytorch.org/blog/flash-decoding). Sums have a
 fixed order: equal inputs give equal bits.
 """
 
@@ -44,7 +44,7 @@ ROW_CONFIGS = {
 
 
 MOST_CHANNELS = {2: 576, 4: 256}
-"""Most channels of a head, by bytes of a channel: more do not fit a tile."""
+"""Maximum channels of a head, by bytes of a channel: more do not fit a tile."""
 
 Family = Literal["sm_80", "sm_90", "sm_100", "gfx942"]
 """Family of a GPU: the target that it is most like."""
@@ -83,14 +83,14 @@ def configs(launch: Launch, target: str | None = None) -> tuple[KernelConfig, ..
         launch: launch of one of the kernels here.
         target: name in `gpus.GPUS`; None: this process's GPU, or an H100 without one.
     """
-    given, name = launch.arguments, _name(launch)
+    arguments, name = launch.arguments, _name(launch)
     family = _family_here() if target is None else _family_of(target)
     if name == "attend":
-        size = max(given["SIZE"], given["V_SIZE"] if given["VALUES"] else 0)
-        count = len(given["q"]) * given["GROUP"]
-        return _tile_configs(family, given["q"].element_size(), size, count, given["LATENT"])
+        size = max(arguments["SIZE"], arguments["V_SIZE"] if arguments["VALUES"] else 0)
+        count = len(arguments["q"]) * arguments["GROUP"]
+        return _tile_configs(family, arguments["q"].element_size(), size, count, arguments["LATENT"])
     if name == "weigh":
-        return _weigh_configs(family, given["q"].element_size(), given["SIZE"], len(given["q"]))
+        return _weigh_configs(family, arguments["q"].element_size(), arguments["SIZE"], len(arguments["q"]))
     return ROW_CONFIGS[name]
 
 
@@ -137,16 +137,16 @@ def _space(
     family: Family, first: tuple[int, int, int], count: int, all_keys: tuple[int, ...]
 ) -> tuple[KernelConfig, ...]:
     """Return configurations for tiles of at most `count` rows; `first`: the default's rows, keys, warps."""
-    most = max(16, min(128, triton.next_power_of_2(count)))
+    limit = max(16, min(128, triton.next_power_of_2(count)))
     # from 3 stages on, NVIDIA's copies overlap with the products; an MI300's shared memory is smaller
     stages = (2, 3, 4) if family == "gfx942" else (3, 2, 4)
-    warps = 4 if most < first[0] == 128 else first[2]
-    default = KernelConfig((("TILE_ROWS", min(first[0], most)), ("TILE_KEYS", first[1])), warps, stages[0])
+    warps = 4 if limit < first[0] == 128 else first[2]
+    default = KernelConfig((("TILE_ROWS", min(first[0], limit)), ("TILE_KEYS", first[1])), warps, stages[0])
     others = [
-        KernelConfig((("TILE_ROWS", rows), ("TILE_KEYS", n)), warps, s)
+        KernelConfig((("TILE_ROWS", rows), ("TILE_KEYS", keys)), warps, s)
         for rows in (128, 64, 32, 16)
-        if rows <= most
-        for n in all_keys
+        if rows <= limit
+        for keys in all_keys
         for warps in (4, 8)
         for s in stages
     ]
@@ -155,13 +155,13 @@ def _space(
 
 def bucket(launch: Launch) -> ProblemBucket:
     """Return the bucket of `launch`: problems that are compiled alike, of about as many tokens."""
-    given, name = launch.arguments, _name(launch)
-    main = next(iter(given.values()))
-    constants = [key for key in given if key.isupper() and key not in UNTUNED]
-    form = str(main.dtype).removeprefix("torch."), *(f"{key}={given[key]}" for key in constants)
-    sizes = [len(main), given["heads"]]
+    arguments, name = launch.arguments, _name(launch)
+    first_tensor = next(iter(arguments.values()))
+    constants = [key for key in arguments if key.isupper() and key not in UNTUNED]
+    form = str(first_tensor.dtype).removeprefix("torch."), *(f"{key}={arguments[key]}" for key in constants)
+    sizes = [len(first_tensor), arguments["heads"]]
     if name in ("attend", "weigh"):
-        sizes.append(given["tables"].shape[1] * given["k"].shape[2])
+        sizes.append(arguments["tables"].shape[1] * arguments["k"].shape[2])
     return ProblemBucket(name, " ".join(form), tuple(triton.next_power_of_2(max(1, n)) for n in sizes))
 
 
@@ -190,14 +190,14 @@ def attention(
         counts = plan.tiles.parts, plan.units, plan.tile_rows
         parts = lse.new_empty(*counts, 0 if out is None else v.shape[3]), lse.new_empty(counts)
     results = {"part_out": parts[0], "part_lse": parts[1], "out": lse if out is None else out, "lse": lse}
-    given = {**plan.given, "q": q, "k": k_pages, "v": v, **results}
-    first = Launch(attend, (len(plan.tiles.items) * plan.units,), given, plan.config)
+    arguments = {**plan.given, "q": q, "k": k_pages, "v": v, **results}
+    first = Launch(attend, (len(plan.tiles.items) * plan.units,), arguments, plan.config)
     if plan.merging is None:
         return (first,)
-    chosen = plan.merging.config
-    steps = triton.cdiv(plan.tile_rows, dict(chosen.tiles)["ROWS"])
+    merge_config = plan.merging.config
+    steps = triton.cdiv(plan.tile_rows, dict(merge_config.tiles)["ROWS"])
     grid = len(plan.tiles.merges) * plan.units, steps
-    return first, Launch(merge, grid, {**results, **plan.merging.arguments}, chosen)
+    return first, Launch(merge, grid, {**results, **plan.merging.arguments}, merge_config)
 
 
 class _Plan(NamedTuple):
@@ -222,19 +222,19 @@ def _plan(
 ) -> _Plan:
     heads, group = k_pages.shape[1], q.shape[1] // k_pages.shape[1]
     v = k_pages if v_pages is None else v_pages
-    given = {
+    arguments = {
         **_scored(q, k_pages, v_pages, rows, scoring),
         "LATENT": latent and v.shape[3] == main_channels(k_pages.shape[3]),
     }
-    config = config or _best(attend, given)
+    config = config or _best(attend, arguments)
     tile_rows, tile_keys = (dict(config.tiles)[name] for name in ("TILE_ROWS", "TILE_KEYS"))
     pack = packed(group, tile_rows, int(np.diff(rows.row_starts).max()))
     units = heads * triton.cdiv(group, pack)
     tiles = _tiles(rows, tile_rows // pack, tile_keys, units, scoring.window)
-    given |= {"work": tiles.items, "PACK": pack, "SPLIT": bool(tiles.parts), "INTERPRET": _interpreted()}
-    given |= dict.fromkeys(("q", "k", "v"))
+    arguments |= {"work": tiles.items, "PACK": pack, "SPLIT": bool(tiles.parts), "INTERPRET": _interpreted()}
+    arguments |= dict.fromkeys(("q", "k", "v"))
     if not tiles.parts:
-        return _Plan(config, given, tiles, units, tile_rows, None)
+        return _Plan(config, arguments, tiles, units, tile_rows, None)
     merging = {
         "work": tiles.merges,
         "heads": heads,
@@ -244,8 +244,8 @@ def _plan(
         "PACK": pack,
         "VALUES": v_pages is not None,
     }
-    chosen = _best(merge, {"part_out": torch.empty(tiles.parts, 0), **merging})
-    return _Plan(config, given, tiles, units, tile_rows, Launch(merge, (), merging, chosen))
+    merge_config = _best(merge, {"part_out": torch.empty(tiles.parts, 0), **merging})
+    return _Plan(config, arguments, tiles, units, tile_rows, Launch(merge, (), merging, merge_config))
 
 
 def _form(x: torch.Tensor) -> tuple[object, ...]:
@@ -270,19 +270,19 @@ def scores(
     if lse is None:
         lse = q.new_empty(q.shape[:2], dtype=torch.float32)
         before = attention(q, k_pages, None, rows, scoring, None, lse)
-    given = {
+    arguments = {
         **_scored(q, k_pages, v_pages, rows, scoring),
         "lse": lse.contiguous(),
         "out": out,
         "count": rows.count,
         "length": length,
     }
-    config = config or _best(weigh, given)
+    config = config or _best(weigh, arguments)
     heads, group = k_pages.shape[1], q.shape[1] // k_pages.shape[1]
     tiles = triton.cdiv(length, dict(config.tiles)["TILE_KEYS"])
     pack = triton.cdiv(group, min(group, triton.cdiv(_programs(rows), tiles * heads)))
     work = {"pack": pack, "INTERPRET": _interpreted()}
-    return *before, Launch(weigh, (tiles * heads * triton.cdiv(group, pack),), given | work, config)
+    return *before, Launch(weigh, (tiles * heads * triton.cdiv(group, pack),), arguments | work, config)
 
 
 def scatter(
@@ -301,7 +301,7 @@ def scatter(
     if not count:
         return ()
     heads, tokens = k_pages.shape[1:3]
-    given = {
+    arguments = {
         "q": q,
         "k": k,
         "v": v,
@@ -325,11 +325,11 @@ def scatter(
         "INTERLEAVED": rope.interleaved,
         "DEVIATION": deviation is not None,
     }
-    config = config or _best(scatter_rows, given)
+    config = config or _best(scatter_rows, arguments)
     # a program has one head, or all K heads of a row if their deviations are summed
     units = query_heads + (1 if deviation is not None else heads) + heads
     grid = triton.cdiv(count, dict(config.tiles)["ROWS"]), units
-    return (Launch(scatter_rows, grid, given, config),)
+    return (Launch(scatter_rows, grid, arguments, config),)
 
 
 def deviation(
@@ -339,7 +339,7 @@ def deviation(
     count, heads, size = new.shape
     if not count:
         return ()
-    given = {
+    arguments = {
         "new": new,
         "old": old,
         "out": out,
@@ -348,8 +348,8 @@ def deviation(
         "heads": heads,
         "SIZE": size,
     }
-    config = config or _best(measure, given)
-    return (Launch(measure, (triton.cdiv(count, dict(config.tiles)["ROWS"]),), given, config),)
+    config = config or _best(measure, arguments)
+    return (Launch(measure, (triton.cdiv(count, dict(config.tiles)["ROWS"]),), arguments, config),)
 
 
 def _scored(
@@ -357,9 +357,11 @@ def _scored(
 ) -> dict[str, object]:
     """Return the arguments that `attend` and `weigh` share. Without `v_pages`, V is K and is not read."""
     for name, pages in (("k_pages", k_pages), ("v_pages", v_pages)):
-        most = MOST_CHANNELS[q.element_size()]
-        if pages is not None and pages.shape[3] > most:
-            raise LaunchError(f"{name}: heads of {pages.shape[3]} channels of {q.dtype}, want at most {most}")
+        limit = MOST_CHANNELS[q.element_size()]
+        if pages is not None and pages.shape[3] > limit:
+            raise LaunchError(
+                f"{name}: heads of {pages.shape[3]} channels of {q.dtype}, want at most {limit}"
+            )
     v = k_pages if v_pages is None else v_pages
     tokens = k_pages.shape[2]
     one_block = not rows.lengths.size or int(rows.lengths.max()) <= tokens
@@ -404,10 +406,10 @@ def _strides(axes: tuple[str, ...], **tensors: torch.Tensor) -> dict[str, int]:
 
 def _tiles(rows: Rows, rows_per_tile: int, tile_keys: int, units: int, window: int | None) -> Tiles:
     """Return whole tiles, split if they are too few programs to keep all multiprocessors busy."""
-    whole, programs = rows.tiles(rows_per_tile, window=window), _programs(rows)
-    if len(whole.items) * units >= programs:
-        return whole
-    share = triton.cdiv(whole.keys * units, programs)
+    whole_tiles, programs = rows.tiles(rows_per_tile, window=window), _programs(rows)
+    if len(whole_tiles.items) * units >= programs:
+        return whole_tiles
+    share = triton.cdiv(whole_tiles.keys * units, programs)
     return rows.tiles(rows_per_tile, max(4 * tile_keys, triton.next_power_of_2(max(1, share))), window)
 
 
@@ -434,8 +436,8 @@ def packed(group: int, tile_rows: int, rows: int) -> int:
     return next(packs[i] for i, n in enumerate(filled) if n >= 0.85 * max(filled))
 
 
-def _best(kernel: JITFunction[object], given: dict[str, object]) -> KernelConfig:
-    draft = Launch(kernel, (), given, KernelConfig(()))
+def _best(kernel: JITFunction[object], arguments: dict[str, object]) -> KernelConfig:
+    draft = Launch(kernel, (), arguments, KernelConfig(()))
     space = configs(draft)
     return best(bucket(draft), space[0], space, kernel)
 

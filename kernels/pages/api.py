@@ -45,9 +45,9 @@ def pack(
             buffer, in batches (`device.BUFFER_BYTES`).
         blocks: int64 [chunks, T / N], each chunk's blocks in order. A block < 0 is skipped: its bytes in
             the record stay unchanged.
-        slots: instead of `blocks`, int64 [chunks, T]: each token's block * N + place in the block. A slot
+        slots: instead of `blocks`, int64 [chunks, T]: each token's block * N + index in the block. A slot
             < 0 is skipped. Not for opaque pages.
-        threads: most threads on a CPU; None means `torch.get_num_threads()`.
+        threads: maximum threads on a CPU; None means `torch.get_num_threads()`.
         after: on a GPU, the events that the move waits for (`streams.marks`); None: the work queued so far on
             this thread's current stream.
 
@@ -88,7 +88,7 @@ def unpack(
 
 
 class _PlacesNamed(NamedTuple):
-    """Places in the pages that a call names, checked."""
+    """Checked locations in the pages that a call names."""
 
     ids: NDArray[np.int64]  # [chunks, I]
     slots: bool  # whether `ids` are slots
@@ -125,8 +125,8 @@ def _move(
     if not chunks:
         return
     if pages.device.type == "cuda":
-        wanted = device.DeviceMove(pages, named.ids, named.slots, to_records, turns)
-        device.move(wanted, records, after)
+        device_move = device.DeviceMove(pages, named.ids, named.slots, to_records, turns)
+        device.move(device_move, records, after)
         return
     arrays = [record for record in records if isinstance(record, np.ndarray)]
     if pages.device.type == "cpu":
@@ -154,25 +154,25 @@ def _move_ordered(
     """Move pages with an order of their own through dense pages, one layer at a time."""
     from kvkit.kernels.pages import ordered
 
-    group, kept = replace(pages.group, strides=None), slots >= 0
-    places = np.where(kept, np.arange(slots.size).reshape(slots.shape), -1)
+    group, present = replace(pages.group, strides=None), slots >= 0
+    dense_slots = np.where(present, np.arange(slots.size).reshape(slots.shape), -1)
     size = group.layer_bytes(slots.shape[1])
     for i, layer in enumerate(group.layers):
-        alone = replace(group, layers=(layer,), block_tokens=1)
+        layer_group = replace(group, layers=(layer,), block_tokens=1)
         dense = torch.zeros(1, pages.heads, slots.size, group.channels, dtype=getattr(torch, group.dtype))
-        some = [record[i * size : (i + 1) * size] for record in records]
+        layer_records = [record[i * size : (i + 1) * size] for record in records]
         if to_records:
-            dense[0][:, kept.ravel()] = ordered.read_block_elements(pages, i, slots[kept])
-            pack(Pages.of(alone, [dense]), some, slots=places, threads=threads)
+            dense[0][:, present.ravel()] = ordered.read_block_elements(pages, i, slots[present])
+            pack(Pages.of(layer_group, [dense]), layer_records, slots=dense_slots, threads=threads)
         else:
             unpack(
-                Pages.of(alone, [dense], heads=pages.held),
-                some,
-                slots=places,
+                Pages.of(layer_group, [dense], heads=pages.held),
+                layer_records,
+                slots=dense_slots,
                 rotate=rotation,
                 threads=threads,
             )
-            ordered.write_block_elements(pages, i, slots[kept], dense[0][:, kept.ravel()])
+            ordered.write_block_elements(pages, i, slots[present], dense[0][:, present.ravel()])
 
 
 def _named(pages: Pages, blocks: NDArray[np.int64] | None, slots: NDArray[np.int64] | None) -> _PlacesNamed:

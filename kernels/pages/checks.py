@@ -24,32 +24,32 @@ def check_pages(name: str, group: LayerGroup, layers: Sequence[Any]) -> list[tup
     """
     if len(layers) != len(group.layers):
         raise LaunchError(f"{name}: {len(layers)} given, the group has {len(group.layers)} layers")
-    found: list[tuple[int, int, Any]] = []
+    arrays: list[tuple[int, int, Any]] = []
     for i, layer in enumerate(layers):
-        apart = isinstance(layer, tuple | list) and not group.opaque
-        sizes = (group.k_size, group.v_size) if apart else (group.channels,)
-        for part, (array, size) in enumerate(zip(layer if apart else (layer,), sizes, strict=True)):
-            here = f"{name}[{i}][{part}]" if apart else f"{name}[{i}]"
+        is_pair = isinstance(layer, tuple | list) and not group.opaque
+        sizes = (group.k_size, group.v_size) if is_pair else (group.channels,)
+        for part, (array, size) in enumerate(zip(layer if is_pair else (layer,), sizes, strict=True)):
+            label = f"{name}[{i}][{part}]" if is_pair else f"{name}[{i}]"
             if group.page_bytes is None:
-                _check_dense(here, Form.of(array), f"[B, {group.kv_heads}, N, {size}] {group.dtype}")
+                _check_dense(label, Form.of(array), f"[B, {group.kv_heads}, N, {size}] {group.dtype}")
             else:
-                _check_opaque(here, array, group.page_bytes)
-            found.append((i, part * group.k_size * group.item_bytes, array))
-            x, first = Form.of(array), Form.of(found[0][2])
-            check_overlap(here, x)
-            alike = x.shape[0] == first.shape[0] and (group.opaque or x.shape[2] == first.shape[2])
-            if not alike or x.device != first.device:
-                raise LaunchError(f"{here}: {x}, but {name}[0] is {first}")
-    return found
+                _check_opaque(label, array, group.page_bytes)
+            arrays.append((i, part * group.k_size * group.item_bytes, array))
+            x, first = Form.of(array), Form.of(arrays[0][2])
+            check_overlap(label, x)
+            same_pool = x.shape[0] == first.shape[0] and (group.opaque or x.shape[2] == first.shape[2])
+            if not same_pool or x.device != first.device:
+                raise LaunchError(f"{label}: {x}, but {name}[0] is {first}")
+    return arrays
 
 
 def check_share(group: LayerGroup, heads: range | None) -> tuple[int, int]:
     """Return the number of equal shares of a record's heads, and the index of the share `heads`."""
-    every = range(group.kv_heads)
+    all_heads = range(group.kv_heads)
     if heads is None:
         return 1, 0
     fits = len(heads) and not group.kv_heads % len(heads) and not heads.start % len(heads)
-    if not fits or heads.step != 1 or heads.start not in every or heads.stop > group.kv_heads:
+    if not fits or heads.step != 1 or heads.start not in all_heads or heads.stop > group.kv_heads:
         raise LaunchError(f"heads={heads}: want one of the equal shares of {group.kv_heads} heads")
     return group.kv_heads // len(heads), heads.start // len(heads)
 
@@ -98,10 +98,10 @@ def check_chunks(
     Returns:
         name of the argument that is given, its value, and the number of such ids in the pool.
     """
-    given = {name: ids for name, ids in (("blocks", blocks), ("slots", slots)) if ids is not None}
-    if len(given) != 1:
+    arguments = {name: ids for name, ids in (("blocks", blocks), ("slots", slots)) if ids is not None}
+    if len(arguments) != 1:
         raise LaunchError("blocks, slots: give one of the two")
-    ((name, ids),) = given.items()
+    ((name, ids),) = arguments.items()
     count, tokens = pool
     if name == "slots" and group.opaque:
         raise LaunchError("slots: opaque pages move whole, give blocks")

@@ -46,7 +46,7 @@ class DeviceMove:
     """A pack (`to_records`) or unpack with arguments that `api` has checked.
 
     Args:
-        ids: int64 [chunks, I], blocks or, with `slots`, each token's block * N + place in the block.
+        ids: int64 [chunks, I], blocks or, with `slots`, each token's block * N + index in the block.
         turns: rotations of the keys; None: keys are not rotated.
     """
 
@@ -65,7 +65,7 @@ class DeviceMove:
         """Return the launch of the kernel for records at these device addresses. Uploads its small arrays.
 
         Args:
-            programs: most programs, for slow memory; 0: a program for each tile.
+            programs: maximum number of programs, for slow memory; 0: a program for each tile.
         """
         from kvkit.kernels.pages import triton as kernels
 
@@ -111,9 +111,9 @@ def move(
         LaunchError: the current stream is capturing a graph; nothing was written.
     """
     device = wanted.pages.device
-    given = [_tensor(record) for record in records]
+    tensors = [_tensor(record) for record in records]
     if device.type == "cpu":  # interpreted
-        _run(steps(wanted, given, [record.data_ptr() for record in given], buffer_bytes))
+        _run(steps(wanted, tensors, [record.data_ptr() for record in tensors], buffer_bytes))
         return
     with torch.cuda.device(device):
         if torch.cuda.is_current_stream_capturing():
@@ -121,21 +121,21 @@ def move(
                 "pages: the current stream is capturing a CUDA graph, and a replay would read block ids from "
                 "freed memory: pack and unpack outside of it"
             )
-        near = [record.data_ptr() if record.device == device else None for record in given]
-        if None not in near:
+        local_addresses = [record.data_ptr() if record.device == device else None for record in tensors]
+        if None not in local_addresses:
             stream = torch.cuda.current_stream(device)
             for event in after or ():
                 stream.wait_event(event)
-            _run(steps(wanted, given, near, buffer_bytes))
+            _run(steps(wanted, tensors, local_addresses, buffer_bytes))
         else:
             with streams.own(device, wanted.to_records, after) as stream:
-                programs = best_way(len(given[0]), near.count(None), wanted.to_records)
+                programs = best_way(len(tensors[0]), local_addresses.count(None), wanted.to_records)
                 addresses = [
                     streams.device_address(record.data_ptr()) if address is None and programs else address
-                    for address, record in zip(near, given, strict=True)
+                    for address, record in zip(local_addresses, tensors, strict=True)
                 ]
-                _run(steps(wanted, given, addresses, buffer_bytes, programs))
-        for record in given:
+                _run(steps(wanted, tensors, addresses, buffer_bytes, programs))
+        for record in tensors:
             if record.device == device:
                 record.record_stream(stream)
 
@@ -210,8 +210,8 @@ def turns_of(count: int, each_bytes: int, buffer_bytes: int) -> list[range]:
     return [range(first, min(first + length, count)) for first in range(0, count, length)]
 
 
-def _run(made: Iterator[Copies | Launch]) -> None:
-    for step in made:
+def _run(moves: Iterator[Copies | Launch]) -> None:
+    for step in moves:
         step.run()
 
 

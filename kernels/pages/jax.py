@@ -68,11 +68,11 @@ def pack(
         LaunchError: an argument does not fit.
         NotImplementedError: a gradient is taken.
     """
-    every, form = _checked(group, pages, blocks, slots)
+    checked_slots, form = _checked(group, pages, blocks, slots)
     if records is not None:
         check_form("records", Form.of(records), form)
-    found: jax.Array = _pack(group, pages, every, records, pinned)
-    return found
+    result: jax.Array = _pack(group, pages, checked_slots, records, pinned)
+    return result
 
 
 def unpack(
@@ -94,7 +94,7 @@ def unpack(
 
     The other arguments and the errors are those of `pack`.
     """
-    every, form = _checked(group, pages, blocks, slots)
+    checked_slots, form = _checked(group, pages, blocks, slots)
     check_form("records", Form.of(records), form)
     if (rope is None) != (turns is None):
         raise LaunchError("rope, turns: give both or neither")
@@ -104,7 +104,7 @@ def unpack(
         if turns.ndim == 2:
             turns, tokens = turns[:, None], 1
         check_form("turns", Form.of(turns), Form((form.shape[0], tokens, rope.channels), "float32"))
-    filled: JaxPages = _unpack(group, pages, records, every, rope, turns)
+    filled: JaxPages = _unpack(group, pages, records, checked_slots, rope, turns)
     return filled
 
 
@@ -167,17 +167,17 @@ def _pack(
         block, n, keep = where(slots, parts[0])
         rows = [bits(part)[block, :, n] for part in parts]  # [chunks, T, H, C]
         layers.append(jnp.concatenate(rows, -1).swapaxes(1, 2))
-    found = jnp.stack(layers, 1)  # [chunks, L, H, T, C]
+    packed = jnp.stack(layers, 1)  # [chunks, L, H, T, C]
     if group.precision is not None:
-        values = lax.bitcast_convert_type(found, jnp.dtype(group.dtype))
-        found = quantise(values, group.k_size, group.precision)
+        values = lax.bitcast_convert_type(packed, jnp.dtype(group.dtype))
+        packed = quantise(values, group.k_size, group.precision)
     kept = (
-        jnp.zeros_like(found) if records is None else bits(jax.device_put(records, jax.memory.Space.Device))
+        jnp.zeros_like(packed) if records is None else bits(jax.device_put(records, jax.memory.Space.Device))
     )
-    found = jnp.where(keep[:, None, None, :, None], found, kept)
+    packed = jnp.where(keep[:, None, None, :, None], packed, kept)
     if group.precision is None:
-        found = lax.bitcast_convert_type(found, jnp.dtype(group.dtype))
-    return jax.device_put(found, jax.memory.Space.Host) if pinned else found
+        packed = lax.bitcast_convert_type(packed, jnp.dtype(group.dtype))
+    return jax.device_put(packed, jax.memory.Space.Host) if pinned else packed
 
 
 @operation("group", "rope")
@@ -237,8 +237,8 @@ def scatter(pages: jax.Array, slots: jax.Array, rows: jax.Array) -> jax.Array:
     if pages.dtype.itemsize == 4 or jnp.issubdtype(pages.dtype, jnp.integer):
         return as_they_are(pages)
     # on a CPU, XLA would convert all pages to float32 and back: twice the copies, and some NaNs change
-    found: jax.Array = lax.platform_dependent(pages, cpu=as_bits, default=as_they_are)
-    return found
+    result: jax.Array = lax.platform_dependent(pages, cpu=as_bits, default=as_they_are)
+    return result
 
 
 def _checked(
@@ -251,13 +251,13 @@ def _checked(
     (_, _, first), *_ = checks.check_pages("pages", group, pages)
     pool, _, tokens, _ = first.shape
     name, given, limit = checks.check_chunks(group, (pool, tokens), blocks, slots, ("int32", "int64"))
-    every = in_range(name, given, limit)
+    token_slots = in_range(name, given, limit)
     if name == "blocks":
-        known = (every >= 0) & (every < pool)  # the product may wrap around
-        each = every[:, :, None] * tokens + jnp.arange(tokens, dtype=every.dtype)
-        every = jnp.where(known[:, :, None], each, -1).reshape(len(given), given.shape[1] * tokens)
-    shape = len(given), len(group.layers), group.kv_heads, every.shape[1], kind.channels
-    return every, Form(shape, kind.dtype)
+        known = (token_slots >= 0) & (token_slots < pool)  # the product may wrap around
+        each = token_slots[:, :, None] * tokens + jnp.arange(tokens, dtype=token_slots.dtype)
+        token_slots = jnp.where(known[:, :, None], each, -1).reshape(len(given), given.shape[1] * tokens)
+    shape = len(given), len(group.layers), group.kv_heads, token_slots.shape[1], kind.channels
+    return token_slots, Form(shape, kind.dtype)
 
 
 def in_range(name: str, ids: Ids, limit: int) -> jax.Array:

@@ -27,7 +27,7 @@ class Pages:
     span: int  # consecutive slots at the token stride: N, or all if blocks are contiguous
     table: NDArray[np.int64]  # [parts, 7]: layer * shares + index of the layer's share, first byte in a
     # record's row, bytes of a row, address, and strides of B, H, N in bytes
-    order: torch.Tensor | None = None  # place of each element in a block that is not dense; see `of`
+    order: torch.Tensor | None = None  # offset of each element in a block that is not dense; see `of`
 
     @property
     def device(self) -> torch.device:
@@ -51,14 +51,14 @@ class Pages:
         return self.shares == 1 and self.group.page_bytes in (None, int(self.table[0, 2]))
 
     def layer(self, place: int) -> Pages:
-        """Return the pages of the layer at this place in the group, as a group of its own: a view."""
+        """Return the pages of the layer with index `place` in the group, as a group of its own: a view."""
         rows = self.table[self.table[:, 0] // self.shares == place].copy()
         rows[:, 0] %= self.shares
-        mine = (part for part in self.parts if part.layer // self.shares == place)
+        layer_parts = (part for part in self.parts if part.layer // self.shares == place)
         return replace(
             self,
             group=replace(self.group, layers=self.group.layers[place : place + 1]),
-            parts=tuple(replace(part, layer=part.layer % self.shares) for part in mine),
+            parts=tuple(replace(part, layer=part.layer % self.shares) for part in layer_parts),
             table=rows,
         )
 
@@ -87,7 +87,7 @@ class Pages:
                 K and V apart as (k [B, H, N, Dk], v [B, H, N, Dv]). Any strides with C innermost. N may
                 differ from `group.block_tokens` if only slots are used (a Hugging Face cache: B = 1, N = its
                 capacity). Opaque: any dtype and shape [B, ...] with blocks of `page_bytes` contiguous bytes.
-            order: int64 [H, N, C], place of each element in its block, in elements, for pages on a CPU in an
+            order: int64 [H, N, C], offset of each element in its block, in elements, for pages on a CPU in an
                 engine's own order. They are moved through dense pages; a tensor is then [B, ...] with
                 contiguous blocks.
             heads: heads of a record that the pages have, one of equal shares of its H heads. Such pages can
@@ -108,9 +108,9 @@ class Pages:
             size = tensors[0][0].numel() * group.item_bytes
             form = replace(held, page_bytes=size, precision=None)
         # a record of H heads is treated as more layers with a share of heads each; opaque: parts of a row
-        times, place, first = (1, 0, share * held.page_bytes) if held.page_bytes else (shares, share, 0)
+        factor, index, first = (1, 0, share * held.page_bytes) if held.page_bytes else (shares, share, 0)
         parts = [
-            Part(times * layer + place, first + first_byte, _as_bytes(tensor, form.page_bytes))
+            Part(factor * layer + index, first + first_byte, _as_bytes(tensor, form.page_bytes))
             for layer, first_byte, tensor in checks.check_pages("tensors", form, tensors)
         ]
         pages = Pages._made(group, parts, order)
@@ -136,14 +136,14 @@ class Pages:
         )
         if order is not None:
             heads, tokens = order.shape[:2]
-        follow = bool((table[:, 4] == tokens * table[:, 6]).all())
+        contiguous = bool((table[:, 4] == tokens * table[:, 6]).all())
         return Pages(
             group=group,
             blocks=blocks,
             tokens=tokens,
             heads=heads,
             parts=tuple(parts),
-            span=blocks * tokens if follow else tokens,
+            span=blocks * tokens if contiguous else tokens,
             table=table,
             order=order,
         )

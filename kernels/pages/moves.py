@@ -48,23 +48,23 @@ def model_moves(shape: ModelShape) -> Iterator[MoveSpec]:
     rope = rope_of(channels, 10000.0, interleaved=bool(shape.latent), first=shape.latent)
     forms: tuple[Precision | None, ...] = (None, "fp8", "int8")
     for chunks in (8, 1):
-        for form in forms:
-            for verb, turned in (("pack", None), ("unpack", None), ("rotate", rope)):
-                name = " ".join([verb, *filter(None, [form]), f"{shape}, {chunks} chunks"])
-                group = replace(shape.group(), precision=form)
-                yield MoveSpec(name, group, verb == "pack", chunks, rope=turned, wide=(0, 0))
+        for precision in forms:
+            for verb, key_rope in (("pack", None), ("unpack", None), ("rotate", rope)):
+                name = " ".join([verb, *filter(None, [precision]), f"{shape}, {chunks} chunks"])
+                group = replace(shape.group(), precision=precision)
+                yield MoveSpec(name, group, verb == "pack", chunks, rope=key_rope, wide=(0, 0))
 
 
 def move_case(start: Callable[..., Runnable], move: MoveSpec, device: torch.device, filled: bool) -> Case:
     """Make the case of a move; `start` takes the arguments of `triton.move`, and returns the launch."""
     group, random = move.group, np.random.default_rng(0)
-    each = move.tokens // group.block_tokens
-    used = move.chunks * each
+    chunk_blocks = move.tokens // group.block_tokens
+    used = move.chunks * chunk_blocks
     blocks = used + used // 4 if filled else 1  # blocks of the pool: some belong to no chunk
     ids = (
-        random.permutation(used + used // 4)[:used].reshape(move.chunks, each)
+        random.permutation(used + used // 4)[:used].reshape(move.chunks, chunk_blocks)
         if filled
-        else np.zeros((move.chunks, each), np.int64)
+        else np.zeros((move.chunks, chunk_blocks), np.int64)
     )
     size = group.chunk_bytes(move.tokens)
     records = torch.empty(move.chunks, size, dtype=torch.uint8, device=device)
@@ -105,11 +105,11 @@ def move_case(start: Callable[..., Runnable], move: MoveSpec, device: torch.devi
 
     def fault() -> str:
         for i, (want, got) in enumerate(zip(expected(), [records] if move.to_records else pool, strict=True)):
-            where = "records" if move.to_records else f"pages of layer {i}"
+            name = "records" if move.to_records else f"pages of layer {i}"
             if rotation:  # a multiplication and an addition may or may not be rounded together
-                found = far(where, got, want, 2 * torch.finfo(got.dtype).eps, 1e-5)
+                found = far(name, got, want, 2 * torch.finfo(got.dtype).eps, 1e-5)
             else:
-                found = different(where, got.view(torch.uint8), want.view(torch.uint8))
+                found = different(name, got.view(torch.uint8), want.view(torch.uint8))
             if found:
                 return found
         return ""

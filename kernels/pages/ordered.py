@@ -15,11 +15,11 @@ from kvkit.kernels.pages.memory import Pages
 from kvkit.kernels.pages.numba import DTYPES, at, jit, narrow, rotate, widen
 
 Offsets = NDArray[np.int64]
-"""[H, N, D]: place of each element of K or V in a block of N tokens, in elements."""
+"""[H, N, D]: offset of each element of K or V in a block of N tokens, in elements."""
 
 
 def read_block_elements(pages: Pages, layer: int, slots: NDArray[np.int64]) -> torch.Tensor:
-    """Copy rows [H, K, C] of tokens at slots [K] (block * N + place) out of pages with an `order`."""
+    """Copy rows [H, K, C] of tokens at slots [K] (block * N + index) out of pages with an `order`."""
     block, place = _elements(pages, slots)
     found: torch.Tensor = _block_rows(pages, layer)[block, place].transpose(0, 1)
     return found
@@ -32,7 +32,7 @@ def write_block_elements(pages: Pages, layer: int, slots: NDArray[np.int64], row
 
 
 def _elements(pages: Pages, slots: NDArray[np.int64]) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return block [K, 1, 1], and place in it [K, H, C], of each element."""
+    """Return the block [K, 1, 1] of each element, and its offset [K, H, C] in the block."""
     assert pages.order is not None
     block, token = np.divmod(slots, pages.tokens)
     return torch.from_numpy(block)[:, None, None], pages.order.transpose(0, 1)[torch.from_numpy(token)]
@@ -58,9 +58,9 @@ def unpack_ordered(
     Args:
         pages: opaque pages on a CPU. A page is one block of `order`, or several contiguous ones.
         records: per chunk [L, 1, pages, page_bytes], as `pack` makes them of opaque pages.
-        slots: int64 [chunks, T], each token's block * N + place in the block, with the N of the pages'
+        slots: int64 [chunks, T], each token's block * N + index in the block, with the N of the pages'
             group; a token with a slot < 0 is left out.
-        order: places of K and of V in a block.
+        order: offsets of K and of V in a block.
         ropes: rotary embedding of each layer of the group; None: its keys are not rotated.
         delta: number of positions that keys move by.
 
@@ -84,20 +84,20 @@ def unpack_ordered(
         check_rope("ropes", rope, channels)
     addresses = np.array([record.ctypes.data for record in records], np.int64)
     sizes = group.page_bytes, group.block_tokens, block_bytes, tokens, group.item_bytes
-    for turned in dict.fromkeys(ropes):
-        layers = np.array([i for i, rope in enumerate(ropes) if rope == turned], np.int64)
+    for common in dict.fromkeys(ropes):
+        layers = np.array([i for i, rope in enumerate(ropes) if rope == common], np.int64)
         turns, first, interleaved = np.empty(0, np.float32), 0, False
-        if turned is not None and delta:
-            turns, first, interleaved = turned.turns(np.array([delta]))[0], turned.first, turned.interleaved
+        if common is not None and delta:
+            turns, first, interleaved = common.turns(np.array([delta]))[0], common.first, common.interleaved
         kind = DTYPES.index(group.dtype)
-        places = (
+        offsets = (
             np.ascontiguousarray(k.reshape(-1, channels)),
             np.ascontiguousarray(v.reshape(-1, v.shape[2])),
         )
         # made here: in a kernel, numba frees an array after the last use of its name, not of its address
         row, wide = np.empty(channels, np.uint32), np.empty(max(len(turns), 1), np.float32)
         rotation = turns, first, interleaved, kind
-        _fill(pages.table[layers], addresses, slots, sizes, places, rotation, row, wide)
+        _fill(pages.table[layers], addresses, slots, sizes, offsets, rotation, row, wide)
 
 
 @jit

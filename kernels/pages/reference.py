@@ -73,20 +73,20 @@ def unpack(
     heads = parts[0].pages.shape[1]  # all heads of a record, or a share of them, as if it had more layers
     layers = len(group.layers) * (1 if group.opaque else group.kv_heads // heads)
     dtype: torch.dtype = getattr(torch, group.dtype)
-    turns, which = rotation.resolve(*slots.shape) if rotation else (None, slots)
-    for record, row, turn in zip(records, slots, which, strict=True):
+    turns, token_turns = rotation.resolve(*slots.shape) if rotation else (None, slots)
+    for record, row, turn in zip(records, slots, token_turns, strict=True):
         keep = torch.from_numpy(np.flatnonzero(row >= 0))  # [K]
         rows = torch.from_numpy(record.copy()).view(layers, heads, len(row), -1)
         if rotation is not None or group.precision is not None:
-            k, v, to = group.k_size, group.v_size, group.precision
-            values = rows.view(dtype) if to is None else dequantise(rows, k, v, to)
+            k, v, precision = group.k_size, group.v_size, group.precision
+            values = rows.view(dtype) if precision is None else dequantise(rows, k, v, precision)
             if rotation is not None and turns is not None:
                 values = rotate(values, torch.from_numpy(turns[turn]), rotation.rope)  # K comes first in C
             rows = values.to(dtype).view(torch.uint8)
         for part in parts:
             block, n, span = _where(part, row)
-            moved = rows[part.layer, :, keep, span].transpose(0, 1)  # [K, H, W]
-            part.pages[block, :, n] = moved.to(part.pages.device)
+            token_rows = rows[part.layer, :, keep, span].transpose(0, 1)  # [K, H, W]
+            part.pages[block, :, n] = token_rows.to(part.pages.device)
 
 
 def _where(part: Part, row: NDArray[np.int64]) -> tuple[torch.Tensor, torch.Tensor, slice]:

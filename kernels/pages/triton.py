@@ -56,10 +56,10 @@ def configs(kernel: str, amd: bool | None = None) -> tuple[KernelConfig, ...]:
 
 def bucket(launch: Launch) -> ProblemBucket:
     """Return the bucket of `launch`: problems that are compiled alike, of about as many bytes."""
-    given = launch.arguments
-    compiled = (f"{name}={value}" for name, value in given.items() if name.isupper() and name != "INTERPRET")
-    rows = len(given["records"]) * given["parts_count"] * given["heads"] * given["tokens"]
-    size = _power_of_2(rows * given["RECORD_ROW"])
+    args = launch.arguments
+    compiled = (f"{name}={value}" for name, value in args.items() if name.isupper() and name != "INTERPRET")
+    rows = len(args["records"]) * args["parts_count"] * args["heads"] * args["tokens"]
+    size = _power_of_2(rows * args["RECORD_ROW"])
     return ProblemBucket(launch.kernel.__name__, " ".join(compiled), (size,))
 
 
@@ -82,44 +82,44 @@ def move(
         pages: pages of one group; the engine's memory.
         records: [chunks], addresses that the device can reach, in its own memory or in pinned memory.
             Multiples of the dtype's size if keys are rotated and the group has no precision.
-        ids: [chunks, I], blocks or, with `slots`, each token's block * N + place in the block; ids < 0 are
+        ids: [chunks, I], blocks or, with `slots`, each token's block * N + index in the block; ids < 0 are
             skipped.
         turns: rotations of the keys; None: keys are not rotated.
         config: configuration to use; None: the best known.
     """
     if pages.group.precision is None and turns is None:
-        form = _copying(pages, records, to_records)
+        kernel_form = _copying(pages, records, to_records)
     elif to_records:
-        form = _encoding(pages, records)
+        kernel_form = _encoding(pages, records)
     else:
-        form = _decoding(pages, records, None if turns is None else turns.rope)
+        kernel_form = _decoding(pages, records, None if turns is None else turns.rope)
     if slots:
-        blocks, places = np.divmod(ids, pages.tokens)
-        ids = np.where(ids < 0, -1, blocks << 32 | places)
+        blocks, offsets = np.divmod(ids, pages.tokens)
+        ids = np.where(ids < 0, -1, blocks << 32 | offsets)
     else:
         ids = np.maximum(ids, -1).astype(np.int32)
-    arrays: dict[str, NDArray[Any]] = {"parts": form.parts, "records": records, "ids": ids}
+    arrays: dict[str, NDArray[Any]] = {"parts": kernel_form.parts, "records": records, "ids": ids}
     if turns is not None:
         arrays |= {"cos_sin": turns.cos_sin, "which": turns.which}
     granule = 1 if slots else pages.tokens
     tokens = ids.shape[1] * granule
     arguments = {
-        **form.constants,
+        **kernel_form.constants,
         **_upload(arrays, pages.device),
-        "parts_count": len(form.parts),
+        "parts_count": len(kernel_form.parts),
         "heads": pages.heads,
         "tokens": tokens,
         "ids_count": ids.shape[1],
         "GRANULE": granule,
         "SLOTS": slots,
         "PERSISTENT": False,
-        "INTERPRET": not isinstance(form.kernel, JITFunction),
+        "INTERPRET": not isinstance(kernel_form.kernel, JITFunction),
     }
-    space = configs(form.kernel.__name__)
-    draft = Launch(form.kernel, (0,), arguments, space[0])
-    config = config or best(bucket(draft), space[0], space, form.kernel)
-    tiles = -(-tokens * form.row_work // max(dict(config.tiles)["TILE"], form.least))
-    grid = len(records) * tiles, pages.heads, len(form.parts)
+    space = configs(kernel_form.kernel.__name__)
+    draft = Launch(kernel_form.kernel, (0,), arguments, space[0])
+    config = config or best(bucket(draft), space[0], space, kernel_form.kernel)
+    tiles = -(-tokens * kernel_form.row_work // max(dict(config.tiles)["TILE"], kernel_form.least))
+    grid = len(records) * tiles, pages.heads, len(kernel_form.parts)
     return replace(
         draft, grid=grid, arguments=arguments | {"tiles": tiles, "count": math.prod(grid)}, config=config
     )
@@ -167,7 +167,7 @@ def _decoding(pages: Pages, records: NDArray[np.int64], rope: Rope | None) -> _F
     first, pairs = (rope.first, rope.channels // 2) if rope else (0, 0)
     width = math.gcd(_align(halves[:, 2:]) // group.item_bytes, first, pairs)
     row = -(-int(parts[:, 2].max()) // (2 * width))
-    together = _align(records, parts[:, 1] * unit, row_size * unit) // unit
+    alignment = _align(records, parts[:, 1] * unit, row_size * unit) // unit
     constants = {
         "cos_sin": None,
         "which": None,
@@ -176,7 +176,7 @@ def _decoding(pages: Pages, records: NDArray[np.int64], rope: Rope | None) -> _F
         "CHANNELS": group.channels,
         "SCALE_BYTES": _align(records, row_size, group.channels, 4) if group.precision else 4,
         "WIDTH": width,
-        "RECORD_WIDTH": math.gcd(together, width),
+        "RECORD_WIDTH": math.gcd(alignment, width),
         "RECORD_ROW": row_size,
         "ROW": row,
         "FIRST": first,

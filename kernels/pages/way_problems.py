@@ -90,7 +90,7 @@ def _case(spec: WaySpec, device: torch.device, filled: bool) -> Case:
     pool = group.pages(blocks, POISON, str(device))
     pinned = device.type == "cuda"
     records = torch.empty(spec.records, spec.record_bytes, dtype=torch.uint8, pin_memory=pinned)
-    wanted = DeviceMove(Pages.of(group, pool), ids, False, spec.to_records)
+    move = DeviceMove(Pages.of(group, pool), ids, False, spec.to_records)
     if filled:
         for tensor in pool if spec.to_records else [records]:
             fill(tensor)
@@ -98,8 +98,8 @@ def _case(spec: WaySpec, device: torch.device, filled: bool) -> Case:
     def launches(config: KernelConfig | None) -> tuple[Runnable, ...]:
         config = config or way_entry(best_way(spec.record_bytes, spec.records, spec.to_records))
         programs = dict(config.tiles)["PROGRAMS"]
-        found = [_address(record, device) if programs else None for record in records]
-        return tuple(steps(wanted, list(records), found, BUFFER_BYTES, programs))
+        addresses = [_address(record, device) if programs else None for record in records]
+        return tuple(steps(move, list(records), addresses, BUFFER_BYTES, programs))
 
     def poison() -> None:
         for tensor in [records] if spec.to_records else pool:
@@ -109,17 +109,17 @@ def _case(spec: WaySpec, device: torch.device, filled: bool) -> Case:
     def expected() -> list[torch.Tensor]:
         slots = (ids[:, :, None] * group.block_tokens + np.arange(group.block_tokens)).reshape(len(ids), -1)
         if spec.to_records:
-            found = [np.empty(spec.record_bytes, np.uint8) for _ in records]
-            reference.pack(group, wanted.pages.parts, found, slots)
-            return [torch.from_numpy(np.stack(found))]
+            addresses = [np.empty(spec.record_bytes, np.uint8) for _ in records]
+            reference.pack(group, move.pages.parts, addresses, slots)
+            return [torch.from_numpy(np.stack(addresses))]
         fresh = group.pages(blocks, POISON, str(device))
         reference.unpack(group, Pages.of(group, fresh).parts, list(records.numpy()), slots)
         return fresh
 
     def fault() -> str:
         for got, want in zip([records] if spec.to_records else pool, expected(), strict=True):
-            if found := different("bytes moved", got.view(torch.uint8), want.view(torch.uint8)):
-                return found
+            if addresses := different("bytes moved", got.view(torch.uint8), want.view(torch.uint8)):
+                return addresses
         return ""
 
     return Case(launches, poison, fault, (records,) if spec.to_records else tuple(pool))

@@ -141,28 +141,28 @@ def reader_of(gpu: Gpu) -> Callable[..., Compiled]:
 
 def parse_sass(text: str) -> tuple[MachineInstruction, ...]:
     """Parse the instructions of one kernel, as `cuobjdump --dump-sass` prints them."""
-    found = _SASS.findall(text)
-    places = {int(at, 16): i for i, (at, *_) in enumerate(found)}
+    matches = _SASS.findall(text)
+    index_of = {int(address, 16): i for i, (address, *_) in enumerate(matches)}
     instructions = []
-    for _, guard, name, operands in found:
-        to = re.search(r"0x([0-9a-f]+)", operands) if name.startswith("BRA") else None
-        jump = places.get(int(to[1], 16)) if to else None
+    for _, guard, name, operands in matches:
+        target = re.search(r"0x([0-9a-f]+)", operands) if name.startswith("BRA") else None
+        jump = index_of.get(int(target[1], 16)) if target else None
         instructions.append(MachineInstruction(name, operands.strip(), guard, jump))
     return tuple(instructions)
 
 
 def parse_amd(text: str) -> tuple[MachineInstruction, ...]:
     """Parse the instructions of one kernel, as LLVM prints them for AMD."""
-    found = re.findall(r"^(?:(\.\w+):|\t([a-z]+_\w+)([^;\n]*))", text, re.MULTILINE)
-    places: dict[str, int] = {}
+    matches = re.findall(r"^(?:(\.\w+):|\t([a-z]+_\w+)([^;\n]*))", text, re.MULTILINE)
+    index_of: dict[str, int] = {}
     lines: list[tuple[str, str]] = []
-    for label, name, operands in found:
+    for label, name, operands in matches:
         if label:
-            places[label] = len(lines)
+            index_of[label] = len(lines)
         else:
             lines.append((name, operands.strip()))
     return tuple(
-        MachineInstruction(name, operands, jump=places.get(operands) if name.startswith("s_") else None)
+        MachineInstruction(name, operands, jump=index_of.get(operands) if name.startswith("s_") else None)
         for name, operands in lines
     )
 
@@ -199,29 +199,29 @@ def overwritten(sass: Sequence[MachineInstruction]) -> str:
         a = re.match(r"R\d+, R(\d+),", instruction.operands) if _WGMMA.match(instruction.name) else None
         if a is None:
             continue
-        read = range(int(a[1]), int(a[1]) + _A_REGISTERS)
-        ways, seen = [(i, 0)], set[tuple[int, int]]()  # place, groups ended since
-        while ways:
-            at, groups = ways.pop()
-            if at >= len(sass) or (at, groups) in seen:
+        a_registers = range(int(a[1]), int(a[1]) + _A_REGISTERS)
+        pending, seen = [(i, 0)], set[tuple[int, int]]()  # index, groups ended since
+        while pending:
+            index, groups = pending.pop()
+            if index >= len(sass) or (index, groups) in seen:
                 continue
-            seen.add((at, groups))
-            one = sass[at]
-            waited = re.match(r"gsb0, 0x([0-9a-f]+)", one.operands) if "DEPBAR" in one.name else None
-            if (waited and groups > int(waited[1], 16)) or (one.name == "EXIT" and not one.guard):
+            seen.add((index, groups))
+            step = sass[index]
+            waited = re.match(r"gsb0, 0x([0-9a-f]+)", step.operands) if "DEPBAR" in step.name else None
+            if (waited and groups > int(waited[1], 16)) or (step.name == "EXIT" and not step.guard):
                 continue
-            hit = sorted(set(read) & set(_written(one)))
+            hit = sorted(set(a_registers) & set(_written(step)))
             if hit:
                 return (
                     f"R{hit[0]}, which instruction {i} ({instruction.name}) may still read, is overwritten "
-                    f"by instruction {at} ({one.name} {one.operands})"
+                    f"by instruction {index} ({step.name} {step.operands})"
                 )
-            if _WGMMA.match(one.name) and "gsb0" in one.operands:
+            if _WGMMA.match(step.name) and "gsb0" in step.operands:
                 groups = min(groups + 1, 8)
-            if one.jump is not None:
-                ways.append((one.jump, groups))
-            if not one.name.startswith("BRA") or one.guard or "," in one.operands:  # may continue after it
-                ways.append((at + 1, groups))
+            if step.jump is not None:
+                pending.append((step.jump, groups))
+            if not step.name.startswith("BRA") or step.guard or "," in step.operands:  # may fall through
+                pending.append((index + 1, groups))
     return ""
 
 
@@ -232,8 +232,8 @@ def _written(instruction: MachineInstruction) -> range:
         return range(0)
     if name.startswith(("SHFL", "ATOM")):
         operands = re.sub(r"^U?P\w+, ", "", operands)
-    first = re.match(r"R(\d+)\b", operands)
-    if first is None:
+    target = re.match(r"R(\d+)\b", operands)
+    if target is None:
         return range(0)
     op, *modifiers = name.split(".")
     size = 1
@@ -246,7 +246,7 @@ def _written(instruction: MachineInstruction) -> range:
         or (op == "CS2R" and "32" not in modifiers)
     ):
         size = 2
-    return range(int(first[1]), int(first[1]) + size)
+    return range(int(target[1]), int(target[1]) + size)
 
 
 def _digest(instructions: Sequence[MachineInstruction]) -> str:
@@ -255,12 +255,12 @@ def _digest(instructions: Sequence[MachineInstruction]) -> str:
 
 def _counts(accesses: list[tuple[bool, int]]) -> tuple[int, int, int, int]:
     """Count loads, loads of 16 bytes, stores and stores of 16 bytes, among (is a store, bytes)."""
-    loads, stores = ([size for store, size in accesses if store == which] for which in (False, True))
+    loads, stores = ([size for store, size in accesses if store == is_store] for is_store in (False, True))
     return len(loads), sum(n >= 16 for n in loads), len(stores), sum(n >= 16 for n in stores)
 
 
 def _field(pattern: str, text: str) -> str:
-    found = re.search(pattern, text)
-    if found is None:
+    match = re.search(pattern, text)
+    if match is None:
         raise ValueError(f"the compiler's report has no {pattern}: {text[:200]}")
-    return found[1]
+    return match[1]

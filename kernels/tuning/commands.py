@@ -56,9 +56,9 @@ class TuneChoice:
         """Return the name of the device to show results of."""
         from kvkit.kernels.tuning.tables import device_name
 
-        mine = self.device in (None, "gpu", "host", "cpu")  # `self.host` refuses cpu
-        named = device_name(self.host) if mine else self.device
-        return named or sys.exit("--device gpu: no GPU here; --device NAME shows another device's results")
+        is_local = self.device in (None, "gpu", "host", "cpu")  # `self.host` refuses cpu
+        name = device_name(self.host) if is_local else self.device
+        return name or sys.exit("--device gpu: no GPU here; --device NAME shows another device's results")
 
     def factory(self, host: bool) -> ProblemFactory:
         """Return the factory of the problems."""
@@ -85,19 +85,19 @@ class TuneChoice:
         """Return the problems of a GPU or the host, matrix products first: they have most to gain."""
         from kvkit.kernels.tuning.cases import Problem
 
-        every = list(factory())
-        if wrong := [problem for problem in every if not isinstance(problem, Problem)]:
-            sys.exit(f"--problems {self.problems}: returned {wrong[0]!r}, want Problems")
-        if twice := [name for name, count in Counter(p.name for p in every).items() if count > 1]:
-            sys.exit(f"--problems {self.problems}: {twice[0]!r} is the name of two problems")
-        problems = [problem for problem in every if problem.host == host]
+        all_problems = list(factory())
+        if others := [problem for problem in all_problems if not isinstance(problem, Problem)]:
+            sys.exit(f"--problems {self.problems}: returned {others[0]!r}, want Problems")
+        if repeated := [name for name, count in Counter(p.name for p in all_problems).items() if count > 1]:
+            sys.exit(f"--problems {self.problems}: {repeated[0]!r} is the name of two problems")
+        problems = [problem for problem in all_problems if problem.host == host]
         known = list(dict.fromkeys(name for problem in problems for name in problem.names))
         for op in self.op or ():
             if op not in known:
                 where = "--device host, the CPU" if host else "a GPU"
                 sys.exit(f"--op {op}: for {where}, want one of {', '.join(known)}{self._elsewhere(op, host)}")
-        found = [problem for problem in problems if not self.op or set(self.op) & set(problem.names)]
-        return sorted(found, key=lambda problem: not problem.work(problem.space[0]).flops)
+        chosen = [problem for problem in problems if not self.op or set(self.op) & set(problem.names)]
+        return sorted(chosen, key=lambda problem: not problem.work(problem.space[0]).flops)
 
     def _elsewhere(self, op: str, host: bool) -> str:
         """Return in words whether the other of GPU and host has such an operation."""
@@ -114,13 +114,13 @@ class TuneChoice:
         )
 
 
-def _function(named: str) -> ProblemFactory:
+def _function(path: str) -> ProblemFactory:
     import_from_here()
     try:
-        found: ProblemFactory = imported(named)
+        factory: ProblemFactory = imported(path)
     except (ImportError, AttributeError, ValueError) as error:
-        sys.exit(f"--problems {named}: want module:function, importable from here: {error}")
-    return found
+        sys.exit(f"--problems {path}: want module:function, importable from here: {error}")
+    return factory
 
 
 HOST_BUDGET_S = 120.0
@@ -206,28 +206,28 @@ def _report(choice: TuneChoice, report: TuneReport, wide: bool) -> None:
         return
     path = _trials_path(device)
     if not path.exists():
-        here = choice.device in (None, "gpu", "host")
-        command = f"kvkit tune --device {choice.device}" if here and choice.device else "kvkit tune"
-        kept = ", ".join(sorted(file.name for file in path.parent.glob("*.trials.jsonl")))
+        is_local = choice.device in (None, "gpu", "host")
+        command = f"kvkit tune --device {choice.device}" if is_local and choice.device else "kvkit tune"
+        devices = ", ".join(sorted(file.name for file in path.parent.glob("*.trials.jsonl")))
         sys.exit(
             f"{device}: no trials are kept in {path}. To make them run {command}"
-            f"{'' if here else ' on that machine'}{kept and f'; kept are {kept}'}"
+            f"{'' if is_local else ' on that machine'}{devices and f'; kept are {devices}'}"
         )
     try:
-        found = trials.read(path)
+        lines = trials.read(path)
         if choice.op:
-            known = dict.fromkeys(name for line in found for name in (line["operation"], line["op"]))
+            known = dict.fromkeys(name for line in lines for name in (line["operation"], line["op"]))
             for op in choice.op:
                 if op not in known:
                     sys.exit(f"--op {op}: no trials; want one of {', '.join(known) or 'none'}")
-            found = [line for line in found if {line["operation"], line["op"]} & set(choice.op)]
+            lines = [line for line in lines if {line["operation"], line["op"]} & set(choice.op)]
         if report.csv:
-            trials.write_csv(report.csv, found)
+            trials.write_csv(report.csv, lines)
             tell(f"trials: {report.csv}")
     except OSError as error:
         sys.exit(str(error))
     if report.explain:
-        print(trials.explain(found))
+        print(trials.explain(lines))
 
 
 def _merge(files: list[Path]) -> None:
@@ -245,11 +245,11 @@ def _merge(files: list[Path]) -> None:
     try:
         for name, table in map(read_file, files):
             path = tuned_folder() / f"{slug_of(name)}.json"
-            before = read_table(path, slug_of(name)) if path.exists() else {}
-            after = merged([before, table])
-            write_table(path, name, after)
-            taken = sum(before.get(key) != tuned for key, tuned in after.items())
-            print(f"{path}: {taken} of {len(table)} results are new or faster, {len(after)} in all")
+            old_table = read_table(path, slug_of(name)) if path.exists() else {}
+            new_table = merged([old_table, table])
+            write_table(path, name, new_table)
+            changed = sum(old_table.get(key) != tuned for key, tuned in new_table.items())
+            print(f"{path}: {changed} of {len(table)} results are new or faster, {len(new_table)} in all")
     except (TableError, OSError) as error:
         sys.exit(str(error))
 
@@ -271,9 +271,9 @@ def _show_tuned(name: str, wide: bool) -> None:
     shown = Table("operation", "form", "sizes", *builds, "configuration", *numbers, title=escape(name))
     for (bucket, build), tuned in sorted(table.items()):
         built = (f"{build.compiler} {build.driver}".strip(), build.source) if wide else ()
-        words = bucket.op, bucket.form, " x ".join(map(str, bucket.sizes)), *built, str(tuned.config)
+        cells = bucket.op, bucket.form, " x ".join(map(str, bucket.sizes)), *built, str(tuned.config)
         default = "" if tuned.default_us is None else f"{tuned.default_us:.1f}"
-        shown.add_row(*map(escape, words), f"{tuned.us:.1f}", default)
+        shown.add_row(*map(escape, cells), f"{tuned.us:.1f}", default)
     show(shown)
 
 

@@ -41,8 +41,8 @@ def compile_for(launch: Launch, target: str) -> Compiled:
             failed.
     """
     with compiling_for(launch, target) as gpu:
-        done = launch.compile()
-        return reader_of(gpu)(done.asm, done.metadata.shared, launch.config.warps, gpu)
+        compiled = launch.compile()
+        return reader_of(gpu)(compiled.asm, compiled.metadata.shared, launch.config.warps, gpu)
 
 
 @contextmanager
@@ -69,10 +69,10 @@ def compiling_for(launch: Launch, target: str, device: Any = None) -> Iterator[G
         with driver_for(StandInDriver(GPUTarget(gpu.backend, gpu.arch, gpu.threads), device)):
             yield gpu
     except Exception as error:  # each stage of Triton's compiler raises its own type
-        words = " ".join(f"{type(error).__name__}: {error}".split())
-        if len(words) > 300:  # Triton quotes the kernel up to the line, ptxas its command
-            words = f"{words[:100]} ... {words[-200:]}"
-        raise CompileError(f"{kernel.__name__} for {target}, {launch.config}: {words}") from error
+        message = " ".join(f"{type(error).__name__}: {error}".split())
+        if len(message) > 300:  # Triton quotes the kernel up to the line, ptxas its command
+            message = f"{message[:100]} ... {message[-200:]}"
+        raise CompileError(f"{kernel.__name__} for {target}, {launch.config}: {message}") from error
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,14 +109,14 @@ def driver_for(stand_in: StandInDriver) -> Iterator[None]:
     from triton.runtime import driver
 
     try:
-        before = driver.active
+        previous = driver.active
     except RuntimeError:  # no GPU: the next access looks again
-        before = None
+        previous = None
     driver.set_active(stand_in)
     try:
         yield
     finally:
-        driver.set_active(before)
+        driver.set_active(previous)
 
 
 @dataclass(frozen=True, slots=True)
@@ -207,11 +207,11 @@ def survey(
         compile_one: compiles a launch in the pool's processes, as `compile_for` does.
         late: returns whether the time is over; jobs that are not compiled by then are not waited for.
     """
-    do, rest = partial(_compile_job, factory, compile_one), iter(jobs)
+    compile_job, pending = partial(_compile_job, factory, compile_one), iter(jobs)
     running: deque[Future[list[CompileReport]]] = deque()
     while True:
         free = 0 if late() else 2 * pool.workers - len(running)
-        running.extend(pool.processes.submit(do, job) for job in islice(rest, free))
+        running.extend(pool.processes.submit(compile_job, job) for job in islice(pending, free))
         if not running:
             return
         while not running[0].done():

@@ -69,18 +69,20 @@ def look_at(
     pool: CompilePool, factory: ProblemFactory, target: str, problem: Problem, late: Late
 ) -> Mapping[KernelConfig, CompileInfo]:
     """Compile a problem's configurations for `target`, as far as time allows; return the results."""
-    found: dict[KernelConfig, CompileInfo] = {}
+    infos: dict[KernelConfig, CompileInfo] = {}
     jobs = [(problem.name, config, target) for config in problem.space]
     for report in survey(pool, factory, jobs, late=late):
-        before, made = found.get(report.config, CompileInfo()), report.compiled
+        earlier, compiled = infos.get(report.config, CompileInfo()), report.compiled
         # the size of shared memory is not part of the code
-        binary = f"{made.digest} {made.shared_bytes} " if made and made.digest else ""
-        numbers = before.numbers
-        if made and report.kernel == problem.kernel.__name__:
-            numbers = {name: value for name, value in asdict(made).items() if isinstance(value, int)}
-        both = f"{before.binary}{binary}" if binary and (before.binary or report.config not in found) else ""
-        found[report.config] = CompileInfo(before.rejection or report.rejection(), both, numbers)
-    return found
+        binary = f"{compiled.digest} {compiled.shared_bytes} " if compiled and compiled.digest else ""
+        numbers = earlier.numbers
+        if compiled and report.kernel == problem.kernel.__name__:
+            numbers = {name: value for name, value in asdict(compiled).items() if isinstance(value, int)}
+        both = (
+            f"{earlier.binary}{binary}" if binary and (earlier.binary or report.config not in infos) else ""
+        )
+        infos[report.config] = CompileInfo(earlier.rejection or report.rejection(), both, numbers)
+    return infos
 
 
 def target_name(device: torch.device) -> str:
@@ -218,5 +220,5 @@ def _host_seconds(run: Callable[[], object]) -> float:
 
 def _cache_bytes() -> int:
     """Return the size of the CPU's largest cache, at least 64 MiB, also if the system reports none."""
-    found = Path("/sys/devices/system/cpu/cpu0/cache").glob("index*/size")
-    return max([64 << 20, *(int(path.read_text().strip().removesuffix("K")) << 10 for path in found)])
+    files = Path("/sys/devices/system/cpu/cpu0/cache").glob("index*/size")
+    return max([64 << 20, *(int(path.read_text().strip().removesuffix("K")) << 10 for path in files)])

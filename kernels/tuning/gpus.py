@@ -30,8 +30,8 @@ class Gpu:
         """Return how many blocks fit a multiprocessor at a time; 0 if not even one does."""
         if registers > self.most_registers or shared_bytes > self.block_shared_bytes:
             return 0
-        each = max(1, -(-registers // self.step)) * self.step
-        by_registers = min(self.warps, self.registers // each * 4) // warps
+        allocated = max(1, -(-registers // self.step)) * self.step
+        by_registers = min(self.warps, self.registers // allocated * 4) // warps
         by_shared = self.shared_bytes // max(1, shared_bytes + self.reserved_bytes)
         return min(self.blocks, by_registers, by_shared)
 

@@ -108,15 +108,15 @@ class SearchStep:
 
     def __str__(self) -> str:
         """Return one line: the result, its comparison with the default, and wrong configurations."""
-        words = [f"{self.problem.name}: {self.state}", *filter(None, [self.error])]
+        clauses = [f"{self.problem.name}: {self.state}", *filter(None, [self.error])]
         if self.tuned is not None:
-            words.append(f"{self.tuned.us:.1f} µs, {self.tuned.config}")
+            clauses.append(f"{self.tuned.us:.1f} µs, {self.tuned.config}")
             if self.tuned.default_us is not None:
-                words.append(f"the default takes {self.tuned.default_us:.1f} µs")
+                clauses.append(f"the default takes {self.tuned.default_us:.1f} µs")
             if self.tuned.untried:
-                words.append(f"{self.tuned.untried} configurations untried")
-        words += [f"{t.config}: {t.outcome}" for t in self.trials if t.outcome.startswith("wrong")]
-        return "; ".join(words)
+                clauses.append(f"{self.tuned.untried} configurations untried")
+        clauses += [f"{t.config}: {t.outcome}" for t in self.trials if t.outcome.startswith("wrong")]
+        return "; ".join(clauses)
 
 
 @dataclass(frozen=True, slots=True)
@@ -323,10 +323,10 @@ def _sample_again(
 ) -> dict[KernelConfig, list[float]]:
     """Run step 3 of `search`; return the seconds of each sample."""
     samples: dict[KernelConfig, list[float]] = {config: [] for config in finalists}
-    for turn in range(FINAL_SAMPLES):
-        if turn >= FIRST_SAMPLES and late():
+    for round_index in range(FINAL_SAMPLES):
+        if round_index >= FIRST_SAMPLES and late():
             break
-        start = turn % max(1, len(finalists))
+        start = round_index % max(1, len(finalists))
         for config in [*finalists[start:], *finalists[:start]]:
             samples[config].append(measure(config))
     return samples
@@ -353,9 +353,9 @@ def _fastest_right(
     order = sorted(
         final, key=lambda c: (min(samples[c]) > best, final[c] * (1 - GAIN if c == default else 1))
     )
-    rest = sorted(median.keys() - final.keys(), key=lambda c: median[c])
+    unsampled = sorted(median.keys() - final.keys(), key=lambda c: median[c])
     winner = None
-    for config in order + rest:
+    for config in order + unsampled:
         if config not in faults:
             faults[config] = _fault(case, config)
         if not faults[config]:
@@ -366,8 +366,8 @@ def _fastest_right(
 
 def _finalists(median: Mapping[KernelConfig, float], default: KernelConfig) -> list[KernelConfig]:
     order = sorted(median, key=lambda config: median[config])
-    near = [config for config in order if median[config] <= NEAR * median[order[0]]][:FINALISTS]
-    return near if default in near or default not in median else [*near, default]
+    fastest = [config for config in order if median[config] <= NEAR * median[order[0]]][:FINALISTS]
+    return fastest if default in fastest or default not in median else [*fastest, default]
 
 
 def _fault(case: Case, config: KernelConfig) -> str:

@@ -67,9 +67,9 @@ class ModelShape:
 
     def __str__(self) -> str:
         """Return the name, and the fields that differ from the defaults."""
-        given = ((field.name, getattr(self, field.name), field.default) for field in fields(self))
-        unlike = [f"{name}={value}" for name, value, default in given if value != default and name != "name"]
-        return " ".join([self.name, *unlike] if self.name else unlike) or "Llama-3.1-8B"
+        items = ((field.name, getattr(self, field.name), field.default) for field in fields(self))
+        changed = [f"{name}={value}" for name, value, default in items if value != default and name != "name"]
+        return " ".join([self.name, *changed] if self.name else changed) or "Llama-3.1-8B"
 
     @property
     def torch_dtype(self) -> torch.dtype:
@@ -105,16 +105,16 @@ def with_settings(shape: ModelShape, text: str) -> ModelShape:
         ShapeError: a field is unknown, its value has another type, or the fields do not fit together.
     """
     known = {field.name: type(field.default) for field in fields(shape)}
-    given: dict[str, Any] = {}
-    for part in filter(None, map(str.strip, text.split(","))):
-        name, _, value = part.partition("=")
+    settings: dict[str, Any] = {}
+    for setting in filter(None, map(str.strip, text.split(","))):
+        name, _, value = setting.partition("=")
         if name not in known:
-            raise ShapeError(f"{part}: no such setting; want some of {', '.join(known)}")
+            raise ShapeError(f"{setting}: no such setting; want some of {', '.join(known)}")
         try:
-            given[name] = msgspec.convert(value, known[name], strict=False)
+            settings[name] = msgspec.convert(value, known[name], strict=False)
         except msgspec.ValidationError as error:
-            raise ShapeError(f"{part}: want {known[name].__name__}") from error
-    return replace(shape, **given)
+            raise ShapeError(f"{setting}: want {known[name].__name__}") from error
+    return replace(shape, **settings)
 
 
 def shapes_of(model: str) -> tuple[ModelShape, ...]:
@@ -135,8 +135,8 @@ def shapes_of(model: str) -> tuple[ModelShape, ...]:
     except ImportError as error:
         raise ShapeError(f"{model}: reading it needs transformers: {error}") from error
     except Exception as error:  # transformers' configs raise many types
-        words = " ".join(str(error).split())[:300]
-        raise ShapeError(f"{model}: want a config.json, its folder or a hub id: {words}") from error
+        message = " ".join(str(error).split())[:300]
+        raise ShapeError(f"{model}: want a config.json, its folder or a hub id: {message}") from error
     text = config.get_text_config()
     dtype = str(getattr(text, "dtype", None) or "bfloat16").removeprefix("torch.")
     latent = getattr(text, "kv_lora_rank", None) or 0

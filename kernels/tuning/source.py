@@ -25,7 +25,7 @@ def source_digest(kernel: Any) -> str:
     """Digest the code of a Triton kernel, a numba function or a plain function; 16 hex digits.
 
     Functions and constants of modules that the code names count, and so do those that they name. Comments,
-    docstrings and the place in the file do not count, unlike in Triton's own key, so that a table survives
+    docstrings and the position in the file do not count, unlike in Triton's own key, so that a table survives
     edits that change no instruction. The digest is equal for every version of Triton.
 
     Raises:

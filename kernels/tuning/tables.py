@@ -142,13 +142,13 @@ def merged(tables: Iterable[Mapping[TunedKey, Tuned]]) -> dict[TunedKey, Tuned]:
 
     Times of two runs are compared by their gain over the default, which both measured.
     """
-    found: dict[TunedKey, Tuned] = {}
+    results: dict[TunedKey, Tuned] = {}
     for table in tables:
         for key, tuned in table.items():
-            other = found.get(key)
+            other = results.get(key)
             if other is None or _faster(tuned, other):
-                found[key] = tuned
-    return found
+                results[key] = tuned
+    return results
 
 
 def _faster(one: Tuned, two: Tuned) -> bool:
@@ -178,16 +178,16 @@ def load_table(device: str) -> Mapping[TunedKey, Tuned]:
     Args:
         device: `slug_of` the device's name.
     """
-    found: dict[TunedKey, Tuned] = {}
+    results: dict[TunedKey, Tuned] = {}
     for shipped in (True, False):
         try:
             folder = SHIPPED if shipped else tuned_folder()
-            found |= read_table(folder / f"{device}.json", device)
+            results |= read_table(folder / f"{device}.json", device)
         except FileNotFoundError:
             continue
         except (OSError, TableError) as error:
             log.warning("tuned configurations are left out: %s", error)
-    return MappingProxyType(found)
+    return MappingProxyType(results)
 
 
 _Size = Annotated[int, msgspec.Meta(ge=0)]
@@ -242,8 +242,8 @@ def read_table(path: Path, device: str) -> dict[TunedKey, Tuned]:
         TableError: the file is no table, or that of another device than `device`, a `slug_of` its name.
     """
     name, table = read_file(path)
-    if (found := slug_of(name)) != device:
-        raise TableError(f"{path}: device is {found}, want {device}")
+    if (slug := slug_of(name)) != device:
+        raise TableError(f"{path}: device is {slug}, want {device}")
     return table
 
 

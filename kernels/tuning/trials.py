@@ -110,9 +110,9 @@ def explain(found: Sequence[Line]) -> str:
 def _explained(name: str, trials: Sequence[Line]) -> str:
     best = next((line for line in trials if line["outcome"] == "best"), None)
     share = best["roof_us"] / best["us"] if best else 0.0
-    void = share > OPTIMISM
-    fates = Counter(_kind(line["outcome"], void) for line in trials if line is not best)
-    others = "; ".join(f"{count} {outcome}" for outcome, count in fates.most_common())
+    refuted = share > OPTIMISM
+    outcomes = Counter(_kind(line["outcome"], refuted) for line in trials if line is not best)
+    others = "; ".join(f"{count} {outcome}" for outcome, count in outcomes.most_common())
     if best is None:
         stopped = any(line["outcome"] == UNCHECKED for line in trials)
         return f"{name}: {'the search was ended' if stopped else 'no configuration is right'}: {others}."
@@ -127,31 +127,31 @@ def _explained(name: str, trials: Sequence[Line]) -> str:
     if best["flops"]:
         reached += f" and {best['flops'] / best['us'] / 1e6:.3g} TFLOP/s"
     bound = "memory" if memory >= products else "matrix products"
-    words = [
+    sentences = [
         f"{name}: {best['config']} takes {best['us']:.1f} µs{gain}.",
         f"It reaches {reached}. By its bytes and flops {bound} would limit it; it is at {share:.0%} of the "
         "measured roofline.",
     ]
-    if void:
-        words.append(
+    if refuted:
+        sentences.append(
             "No kernel exceeds a roofline by so much: the machine was busy when it was measured. "
             "To measure again run kvkit tune --force on an idle machine."
         )
-    unlike = [
+    differences = [
         f"{number.replace('_', ' ')} {value} instead of {default['compiled'][number]}"
         for number, value in best["compiled"].items()
         if default["compiled"].get(number, value) != value
     ]
-    if unlike:
-        words.append(f"Unlike the default ({default['config']}) it has {', '.join(unlike)}.")
-    return "\n  ".join([*words, f"The others: {others}."] if others else words)
+    if differences:
+        sentences.append(f"Unlike the default ({default['config']}) it has {', '.join(differences)}.")
+    return "\n  ".join([*sentences, f"The others: {others}."] if others else sentences)
 
 
-def _kind(outcome: str, void: bool) -> str:
+def _kind(outcome: str, refuted: bool) -> str:
     """Return an outcome without its numbers, so that equal ones can be counted."""
     for kind in ("spills", "wrong", "does not run", "untried", "the same binary as another"):
         if outcome.startswith(kind.removesuffix(" another")):
             return kind
     if "at the roof" in outcome:
-        return "left out by a refuted roofline" if void else "cannot be faster by the roofline"
+        return "left out by a refuted roofline" if refuted else "cannot be faster by the roofline"
     return outcome

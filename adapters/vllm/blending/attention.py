@@ -71,7 +71,7 @@ def scoring(module: Any) -> Scoring:
 def _only_the_engines(module: Any) -> str:
     """Return why `blend_attention` cannot replace the attention of a layer of vLLM; "" if it can."""
     impl, pages = module.impl, module.kv_cache
-    more = {
+    reasons = {
         f"is a {type(module).__name__}": type(module) is not compat.find("Attention"),
         f"attention is {module.attn_type}": module.attn_type != "decoder",
         "has ALiBi": getattr(impl, "alibi_slopes", None) is not None,
@@ -83,7 +83,7 @@ def _only_the_engines(module: Any) -> str:
         f"has pages of {pages.dtype}": pages.dtype != module.dtype,
         f"has pages {tuple(pages.shape)}": pages.shape[3] != module.head_size + module.head_size_v,
     }
-    return ", ".join(reason for reason, found in more.items() if found)
+    return ", ".join(reason for reason, applies in reasons.items() if applies)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -93,7 +93,7 @@ class OwnAttention:
     Args:
         layers: attention layers, in the order of `RowRunner.layers`.
         form: group, size and dtype of `RowsForm`, from the first layer.
-        prefers: returns whether kvkit's attention is taken instead of the engine's.
+        prefers: returns whether to use kvkit's attention instead of the engine's.
     """
 
     layers: tuple[OwnLayer, ...]
@@ -110,14 +110,14 @@ class OwnAttention:
                 ranks choose by the untuned model of `choice` and ignore tuned results.
         """
         try:
-            found = tuple(map(OwnLayer.of, layers))
+            own_layers = tuple(map(OwnLayer.of, layers))
         except ValueError as error:
             log.info("rows of blends go through the engine's attention: %s", error)
             return None
         first = layers[0].module
         dtype = str(first.dtype).removeprefix("torch.")
         form = first.num_heads // first.num_kv_heads, first.head_size, dtype
-        return OwnAttention(found, form, RowsForm.tuned if ranks == 1 else attrgetter("untuned"))
+        return OwnAttention(own_layers, form, RowsForm.tuned if ranks == 1 else attrgetter("untuned"))
 
     def wins(self, rows: Sequence[RowsOf], most_runs: int) -> bool:
         """Return whether kvkit's attention is expected to be faster for these rows than the engine's.
@@ -125,21 +125,23 @@ class OwnAttention:
         Args:
             most_runs: number of runs of rows that the engine takes in one run of the model.
         """
-        runs = sum(len(some.runs) - 1 for some in rows)
+        runs = sum(len(request.runs) - 1 for request in rows)
         if runs > most_runs:
             return True
-        count = sum(len(some.positions) for some in rows)
-        context = max((int(some.positions[-1]) + 1 for some in rows if len(some.positions)), default=0)
+        count = sum(len(request.positions) for request in rows)
+        context = max(
+            (int(request.positions[-1]) + 1 for request in rows if len(request.positions)), default=0
+        )
         return bool(count) and self.prefers(RowsForm(count, runs, context, *self.form))
 
     def plan(self, rows: Sequence[RowsOf], device: torch.device) -> OwnRows:
         """Return the object that replaces the attention metadata of all layers in one run of the model."""
-        positions = np.concatenate([some.positions for some in rows])
-        starts = np.cumsum([0, *(len(some.positions) for some in rows)])
-        lengths = np.array([some.positions[-1] + 1 for some in rows])
+        positions = np.concatenate([request.positions for request in rows])
+        starts = np.cumsum([0, *(len(request.positions) for request in rows)])
+        lengths = np.array([request.positions[-1] + 1 for request in rows])
         planned: dict[OwnLayer, Rows] = {}
         for layer in dict.fromkeys(self.layers):
-            tables = _tables([some.blocks[layer.table] for some in rows], layer)
+            tables = _tables([request.blocks[layer.table] for request in rows], layer)
             planned[layer] = Rows.of(positions, starts, lengths, tables, layer.page_tokens, device)
         return OwnRows(self.layers, planned)
 
@@ -180,9 +182,9 @@ class OwnRows:
 def _tables(blocks: Sequence[Sequence[int]], layer: OwnLayer) -> NDArray[np.int64]:
     """Convert vLLM's blocks per request to block tables of the layer's pages, padded with -1."""
     tables = np.full((len(blocks), max(map(len, blocks))), -1)
-    for table, some in zip(tables, blocks, strict=True):
-        table[: len(some)] = some
+    for table, ids in zip(tables, blocks, strict=True):
+        table[: len(ids)] = ids
     if layer.scoring.window is not None:  # blocks before the window are read and masked: any will do
         tables = np.maximum(tables, 0)
-    split: NDArray[np.int64] = tables[..., None] * layer.pages + np.arange(layer.pages)  # < 0 stays so
-    return split.reshape(len(blocks), -1)
+    page_tables: NDArray[np.int64] = tables[..., None] * layer.pages + np.arange(layer.pages)  # < 0 stays so
+    return page_tables.reshape(len(blocks), -1)

@@ -47,8 +47,8 @@ class Blend:
     def __post_init__(self) -> None:
         prefix = self.blend_request.prefix  # a document right after it is part of the true prefix
         self.spans = tuple(
-            Span(*where, prefix + len(joint), exact=where[0] == prefix and not joint)
-            for where, joint in self.blend_request.parts
+            Span(*document, prefix + len(joint), exact=document[0] == prefix and not joint)
+            for document, joint in self.blend_request.parts
         )
 
     def has_reusable_after(self, computed: int) -> bool:
@@ -105,8 +105,8 @@ class Blend:
         self.arrivals.append(arrival)
         if len(self.arrivals) < ranks:
             return None
-        least = tuple(min(sizes) for sizes in zip(*(a.documents for a in self.arrivals), strict=True))
-        return replace(arrival, rank=-1, exact=min(a.exact for a in self.arrivals), documents=least)
+        loaded = tuple(min(sizes) for sizes in zip(*(a.documents for a in self.arrivals), strict=True))
+        return replace(arrival, rank=-1, exact=min(a.exact for a in self.arrivals), documents=loaded)
 
     def record_result(self, request: Any, done: BlendDone) -> None:
         """Note the result of a request's first blend, also in vLLM's prefill stats of the request."""
@@ -123,8 +123,8 @@ class Blend:
         """Return the numbers of exact, reused, recomputed and computed tokens; None: it was not blended."""
         if self.done is None:
             return None
-        done, again = self.done, len(self.done.selected)
-        counts = {"exact": done.exact, "blended": done.reused - again, "recomputed": again}
+        done, recomputed = self.done, len(self.done.selected)
+        counts = {"exact": done.exact, "blended": done.reused - recomputed, "recomputed": recomputed}
         return {"blend": counts | {"computed": done.computed}}
 
     def _spans_found(self, found: tuple[int, ...]) -> tuple[Span, ...]:

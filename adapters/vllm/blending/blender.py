@@ -86,8 +86,8 @@ class Blender:
             plan, selection = completion.plan, completion.selection
             layers = observed_layers(selection, plan, self._rows.count)
             if layers:
-                asked, completion.left = question_of(selection), completion.rows(plan.computed)
-                completion.scores = QuestionAttention(self._pages, layers, plan, completion.blocks, asked)
+                needs, completion.left = question_of(selection), completion.rows(plan.computed)
+                completion.scores = QuestionAttention(self._pages, layers, plan, completion.blocks, needs)
         if completion.scores is None:
             self._choose(completion)
 
@@ -104,12 +104,12 @@ class Blender:
         for c in completions:
             if c.looked:
                 self._choose(c)
-        most = self._rows.most_rows
-        while most > 0 and (open_ones := [c for c in completions if not (c.over or c.looked)]):
-            choosing = [c for c in open_ones if c.scores is not None]
-            most -= self._run(choosing, self._run_first_layers, "choose", most) if choosing else 0
+        rows_left = self._rows.most_rows
+        while rows_left > 0 and (unfinished := [c for c in completions if not (c.over or c.looked)]):
+            choosing = [c for c in unfinished if c.scores is not None]
+            rows_left -= self._run(choosing, self._run_first_layers, "choose", rows_left) if choosing else 0
             if not choosing:
-                most -= self._run(open_ones, self._run_all_layers, "rows", most)
+                rows_left -= self._run(unfinished, self._run_all_layers, "rows", rows_left)
             for c in choosing:
                 if c.looked and c.scores is not None:
                     c.scores.add_up()
@@ -121,11 +121,11 @@ class Blender:
         completions: Sequence[BlendedPrompt],
         run: Callable[[Sequence[tuple[BlendedPrompt, RowsOf]]], None],
         stage: str,
-        most: int,
+        limit: int,
     ) -> int:
         """Run at most `most` of the rows that are left, and return their number."""
-        part = next(self._rows.parts([c.left for c in completions], most))
-        pieces = [(completions[which], rows) for which, rows in part]
+        part = next(self._rows.parts([c.left for c in completions], limit))
+        pieces = [(completions[index], rows) for index, rows in part]
         began = time.perf_counter()
         run(pieces)
         if self._rows.device.type == "cuda":  # else the time would cover the launches only
@@ -145,10 +145,10 @@ class Blender:
 
     def _choose(self, completion: BlendedPrompt) -> None:
         """Choose tokens, unless chosen before, and set the rows to compute next. Mutates `completion`."""
-        scores, plan, last = completion.scores, completion.plan, completion.plan.tokens - 1
+        attention, plan, last = completion.scores, completion.plan, completion.plan.tokens - 1
         if completion.selected is None:
-            seen = None if scores is None else scores.seen()
-            completion.selected = choose(completion.selection, plan, self._rows.count, seen)
+            scores = None if attention is None else attention.seen()
+            completion.selected = choose(completion.selection, plan, self._rows.count, scores)
         completion.scores = None
         positions = np.union1d(plan.computed, completion.selected).astype(np.int32)
         completion.left = completion.rows(positions[(positions < last) & ~plan.exact[positions]])

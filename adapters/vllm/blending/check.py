@@ -64,15 +64,15 @@ def open_rows(runner: Any) -> tuple[RowRunner, tuple[Rope | None, ...]]:
 def _all_ranks() -> Iterator[None]:
     """Raise a BlendError of any rank in all ranks, as the others would wait for that rank."""
     ranks = compat.find("get_world_group")()
-    said = [""] * ranks.world_size
+    messages = [""] * ranks.world_size
     try:
         yield
     except BlendError as error:
-        said[0] = str(error)
+        messages[0] = str(error)
     if ranks.world_size > 1:
-        torch.distributed.all_gather_object(said, said[0], group=ranks.cpu_group)
-    if problems := [problem for problem in said if problem]:
-        raise BlendError(problems[0])
+        torch.distributed.all_gather_object(messages, messages[0], group=ranks.cpu_group)
+    if found := [message for message in messages if message]:
+        raise BlendError(found[0])
 
 
 def refuse(runner: Any) -> None:
@@ -85,12 +85,12 @@ def refuse(runner: Any) -> None:
     model, parallel, cache = config.model_config, config.parallel_config, config.cache_config
     layers = {n for groups in runner.attn_groups for group in groups for n in group.layer_names}
     modules = {n: compat.attention_layers(config)[n] for n in layers}
-    mine = {id(module) for module in runner.get_model().modules()}
+    model_modules = {id(module) for module in runner.get_model().modules()}
     by_head, is_quantised = compat.find("Attention"), compat.find("is_quantized_kv_cache")
     latent = sorted(n for n, module in modules.items() if not isinstance(module, by_head))
     quantised = [n for n, m in modules.items() if is_quantised(getattr(m, "kv_cache_dtype", "auto"))]
-    drafts = sorted(n for n, module in modules.items() if id(module) not in mine)
-    wrong = {
+    drafts = sorted(n for n, module in modules.items() if id(module) not in model_modules)
+    obstacles = {
         f"runner = {model.runner_type!r}: want 'generate'": model.runner_type != "generate",
         "an encoder beside the decoder": model.is_encoder_decoder,
         f"layer {latent[:1]}: its pages hold no K and V by head": latent,
@@ -103,9 +103,9 @@ def refuse(runner: Any) -> None:
         "a window that spares the prompt": getattr(model, "rswa_window", None) is not None,
         "its embeddings depend on the tokens before": getattr(runner.get_model(), "token_lookback_depth", 0),
     }
-    found = [text for text, holds in wrong.items() if holds]
-    if found:
-        raise BlendError(f"{type(runner.get_model()).__name__} cannot be blended: {'; '.join(found)}")
+    reasons = [text for text, holds in obstacles.items() if holds]
+    if reasons:
+        raise BlendError(f"{type(runner.get_model()).__name__} cannot be blended: {'; '.join(reasons)}")
 
 
 def check_rows(rows: RowRunner) -> tuple[Rope | None, ...]:
@@ -119,18 +119,18 @@ def check_rows(rows: RowRunner) -> tuple[Rope | None, ...]:
     """
     with _all_ranks():
         probe = _Probe(rows)
-    worst = probe.with_gaps(probe.prefill())
-    alone = {at: probe.keys_at(at) for at in (0, 1, min(_FAR, rows.config.model_config.max_model_len - 1))}
+    largest = probe.with_gaps(probe.prefill())
+    keys_at = {at: probe.keys_at(at) for at in (0, 1, min(_FAR, rows.config.model_config.max_model_len - 1))}
     rows.wait_for_sends()
     # all ranks have run everything by now, so an error on one rank stops no other halfway
     name, dtype = type(rows.model).__name__, rows.config.model_config.dtype
-    log.info("%s: rows differ from a prefill by %.2g", name, worst)
-    if not worst <= _MAX_ROWS_DIFFERENCE.get(dtype, _MAX_ROUNDED_ROWS):
-        raise BlendError(f"{name}: rows with gaps differ from what a prefill computes (by {worst:.2g})")
+    log.info("%s: rows differ from a prefill by %.2g", name, largest)
+    if not largest <= _MAX_ROWS_DIFFERENCE.get(dtype, _MAX_ROUNDED_ROWS):
+        raise BlendError(f"{name}: rows with gaps differ from what a prefill computes (by {largest:.2g})")
     candidates = list(dict.fromkeys(_ropes(rows.model)))
     limit = _MAX_KEYS_DIFFERENCE.get(dtype, _MAX_ROUNDED_KEYS)
     return tuple(
-        _matching(layer, candidates, {at: keys[i] for at, keys in alone.items()}, limit)
+        _matching(layer, candidates, {at: keys[i] for at, keys in keys_at.items()}, limit)
         for i, layer in enumerate(rows.layers)
     )
 
@@ -146,15 +146,15 @@ def own_attention(rows: RowRunner) -> OwnAttention | None:
     probe = _Probe(rows)
     expected = probe.prefill()
     rows.own = own and replace(own, prefers=lambda form: True)
-    worst = probe.with_gaps(expected)  # also without kvkit's attention: other ranks run it
+    largest = probe.with_gaps(expected)  # also without kvkit's attention: other ranks run it
     rows.own = None
-    right = worst <= _MAX_ROWS_DIFFERENCE.get(rows.config.model_config.dtype, _MAX_ROUNDED_ROWS)
-    if not right:
-        log.warning("kvkit's attention differs from vLLM's (by %.2g): it is not used", worst)
-    fits = torch.tensor(own is not None and right).int()
+    is_equal = largest <= _MAX_ROWS_DIFFERENCE.get(rows.config.model_config.dtype, _MAX_ROUNDED_ROWS)
+    if not is_equal:
+        log.warning("kvkit's attention differs from vLLM's (by %.2g): it is not used", largest)
+    accepted = torch.tensor(own is not None and is_equal).int()
     if ranks.world_size > 1:
-        torch.distributed.all_reduce(fits, torch.distributed.ReduceOp.MIN, group=ranks.cpu_group)
-    return own if fits else None
+        torch.distributed.all_reduce(accepted, torch.distributed.ReduceOp.MIN, group=ranks.cpu_group)
+    return own if accepted else None
 
 
 class _Probe:
@@ -171,20 +171,20 @@ class _Probe:
 
     def prefill(self) -> tuple[list[torch.Tensor], list[tuple[torch.Tensor, ...]]]:
         """Run all tokens; return hidden states, without every third, and K and V of all tokens by layer."""
-        whole = self._rows.run([RowsOf(self._ids, self._positions, self._blocks)])
-        return [h[self._some.to(h.device)] for h in whole], self._kv()
+        hidden = self._rows.run([RowsOf(self._ids, self._positions, self._blocks)])
+        return [h[self._some.to(h.device)] for h in hidden], self._kv()
 
     def with_gaps(self, prefilled: tuple[list[torch.Tensor], list[tuple[torch.Tensor, ...]]]) -> float:
         """Zero the KV of two tokens in three, recompute them as rows, and return the largest difference."""
-        expected, kept = prefilled
-        some = self._some.numpy()
-        for layer, (k, v) in zip(self._rows.layers, kept, strict=True):
+        expected, prefilled_kv = prefilled
+        rows = self._some.numpy()
+        for layer, (k, v) in zip(self._rows.layers, prefilled_kv, strict=True):
             slots = self._some + self._blocks[layer.table][0] * layer.block_tokens
-            wiped = [torch.zeros_like(x[:, : len(some)]) for x in (k, v)]
+            wiped = [torch.zeros_like(x[:, : len(rows)]) for x in (k, v)]
             write_tokens(layer.module, wiped[0], wiped[1], slots.to(k.device))
-        found = self._rows.run([RowsOf(self._ids[some], self._positions[some], self._blocks)])
-        again = self._kv()
-        pairs = [*zip(found, expected, strict=True), *zip(sum(again, ()), sum(kept, ()), strict=True)]
+        hidden = self._rows.run([RowsOf(self._ids[rows], self._positions[rows], self._blocks)])
+        kv = self._kv()
+        pairs = [*zip(hidden, expected, strict=True), *zip(sum(kv, ()), sum(prefilled_kv, ()), strict=True)]
         return max(_difference(a, b) for a, b in pairs)
 
     def keys_at(self, position: int) -> list[torch.Tensor]:
@@ -211,18 +211,18 @@ def _matching(
     Raises:
         BlendError: no candidate fits the keys, and they differ between positions.
     """
-    differs: dict[Rope | None, float] = {}
+    differences: dict[Rope | None, float] = {}
     size = layer.module.head_size
-    placed = [r for rope in candidates if rope.channels <= size for r in _placed(rope, size)]
-    for rope in (*placed, None):
-        differs[rope] = max(_difference(_turned(keys[0], rope, at), k) for at, k in keys.items())
-    found = min(differs, key=lambda rope: differs[rope])
-    if not differs[found] <= limit:
+    variants = [r for rope in candidates if rope.channels <= size for r in _placed(rope, size)]
+    for rope in (*variants, None):
+        differences[rope] = max(_difference(_turned(keys[0], rope, at), k) for at, k in keys.items())
+    best = min(differences, key=lambda rope: differences[rope])
+    if not differences[best] <= limit:
         raise BlendError(
             f"layer {layer.name}: none of the model's {len(candidates)} rotary embeddings turns its keys "
-            f"from one position to another (difference {differs[found]:.2g}); want the same one everywhere"
+            f"from one position to another (difference {differences[best]:.2g}); want the same one everywhere"
         )
-    return found
+    return best
 
 
 def _placed(rope: Rope, size: int) -> list[Rope]:
@@ -231,10 +231,10 @@ def _placed(rope: Rope, size: int) -> list[Rope]:
     return [Rope(rope.inv_freq, rope.interleaved, first, rope.scale) for first in firsts]
 
 
-def _turned(keys: torch.Tensor, rope: Rope | None, by: int) -> torch.Tensor:
+def _turned(keys: torch.Tensor, rope: Rope | None, distance: int) -> torch.Tensor:
     if rope is None:
         return keys
-    return rotate(keys, torch.from_numpy(rope.turns(np.array([by], np.int64))).to(keys.device), rope)
+    return rotate(keys, torch.from_numpy(rope.turns(np.array([distance], np.int64))).to(keys.device), rope)
 
 
 def _ropes(model: Any) -> Iterator[Rope]:
@@ -256,8 +256,8 @@ def _ropes(model: Any) -> Iterator[Rope]:
                 yield rope
         for name, frequencies in module.named_buffers(recurse=False):
             if name.endswith("inv_freq") and not name.startswith("original"):
-                named = f"{name.removesuffix('inv_freq')}attention_scaling"
-                scale = getattr(module, named, getattr(module, "attention_scaling", 1.0))
+                scale_name = f"{name.removesuffix('inv_freq')}attention_scaling"
+                scale = getattr(module, scale_name, getattr(module, "attention_scaling", 1.0))
                 for interleaved in (False, True):
                     yield Rope(tuple(frequencies.double().tolist()), interleaved, scale=float(scale))
 
@@ -270,15 +270,15 @@ def _rope_of(cache: NDArray[np.float64], interleaved: bool) -> Rope | None:
         interleaved: whether the two channels of a pair are adjacent.
     """
     cos, sin = np.split(cache, 2, axis=1)
-    frequencies, at = np.arctan2(sin[1], cos[1]), 2
-    while at < len(cache):  # each row refines the estimate of the one before
-        turn = np.arctan2(sin[at], cos[at])
-        frequencies = (turn + 2 * np.pi * np.round((frequencies * at - turn) / (2 * np.pi))) / at
-        at *= 2
+    frequencies, row = np.arctan2(sin[1], cos[1]), 2
+    while row < len(cache):  # each row refines the estimate of the one before
+        angle = np.arctan2(sin[row], cos[row])
+        frequencies = (angle + 2 * np.pi * np.round((frequencies * row - angle) / (2 * np.pi))) / row
+        row *= 2
     scale = float(np.hypot(cos[0], sin[0]).mean())
     rope = Rope(tuple(frequencies.tolist()), interleaved, scale=scale)
-    some = np.linspace(0, len(cache) - 1, 64).astype(np.int64)
-    return rope if np.abs(rope.table(some) - cache[some]).max() <= 0.02 * scale else None
+    sample = np.linspace(0, len(cache) - 1, 64).astype(np.int64)
+    return rope if np.abs(rope.table(sample) - cache[sample]).max() <= 0.02 * scale else None
 
 
 def _difference(a: torch.Tensor, b: torch.Tensor) -> float:
@@ -286,6 +286,6 @@ def _difference(a: torch.Tensor, b: torch.Tensor) -> float:
 
     The largest are ignored, as rounding may make a router choose other experts.
     """
-    off, size = ((x.float().flatten(0, -2)).norm(dim=-1) for x in (a - b, b))
-    found = float(off.quantile(0.75) / size.median())
-    return found if math.isfinite(found) else math.inf
+    difference, norm = ((x.float().flatten(0, -2)).norm(dim=-1) for x in (a - b, b))
+    relative = float(difference.quantile(0.75) / norm.median())
+    return relative if math.isfinite(relative) else math.inf

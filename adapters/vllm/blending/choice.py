@@ -51,7 +51,7 @@ class RowsForm:
 
     @property
     def untuned(self) -> bool:
-        """True if kvkit's attention is taken without tuned results."""
+        """True if kvkit's attention is chosen where there are no tuned results."""
         return self.tiles(together=False) >= MARGIN * self.tiles(together=True)
 
     @property

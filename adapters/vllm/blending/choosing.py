@@ -33,14 +33,14 @@ class PagesOfLayers:
 
     def __init__(self, rows: RowRunner) -> None:
         self.layers = rows.layers
-        known: dict[Any, PageOrder | None] = {}
+        order_of_form: dict[Any, PageOrder | None] = {}
         self.orders: list[PageOrder | None] = []
         for layer in rows.layers:
             pages = layer.module.kv_cache
-            form = pages.shape[1:], pages.dtype, layer.module.head_size
-            if form not in known:
-                known[form] = PageOrder.of(layer.module)
-            self.orders.append(known[form])
+            page_form = pages.shape[1:], pages.dtype, layer.module.head_size
+            if page_form not in order_of_form:
+                order_of_form[page_form] = PageOrder.of(layer.module)
+            self.orders.append(order_of_form[page_form])
 
     def read(
         self, index: int, blocks: Tables, length: int
@@ -88,27 +88,27 @@ class QuestionAttention:
         if not self._first <= layer.number < self.layers or first == len(positions):
             return
         k, v, table = self._pages.read(index, self._blocks, self._tokens)
-        asked, values = self._of(positions[first:], table, k), v if self._asked.value_norm else None
-        paid = query_scores(q[first:], k, values, asked, scoring(layer.module))
-        self._paid[index] = self._paid[index] + paid if index in self._paid else paid
+        question_rows, values = self._of(positions[first:], table, k), v if self._asked.value_norm else None
+        layer_scores = query_scores(q[first:], k, values, question_rows, scoring(layer.module))
+        self._paid[index] = self._paid[index] + layer_scores if index in self._paid else layer_scores
 
     def add_up(self) -> None:
         """Start combining the scores of all ranks. Call it on every rank, in the same order.
 
         Does not wait for other stages of a pipeline.
         """
-        found = torch.zeros(len(self._paid), self._tokens)
-        for row, index in zip(found, sorted(self._paid), strict=True):
+        layer_scores = torch.zeros(len(self._paid), self._tokens)
+        for row, index in zip(layer_scores, sorted(self._paid), strict=True):
             row.copy_(together(self._paid[index], self._asked))
         heads, stages = compat.find("get_tp_group")(), compat.find("get_pp_group")()
-        if heads.world_size > 1 and found.numel():  # empty on all ranks of a stage without such layers
-            highest = self._asked.heads == "max"
-            operation = ReduceOp.MAX if highest else ReduceOp.SUM
-            torch.distributed.all_reduce(found, operation, group=heads.cpu_group)
-            found /= 1 if highest else heads.world_size
+        if heads.world_size > 1 and layer_scores.numel():  # empty on all ranks of a stage without such layers
+            use_max = self._asked.heads == "max"
+            operation = ReduceOp.MAX if use_max else ReduceOp.SUM
+            torch.distributed.all_reduce(layer_scores, operation, group=heads.cpu_group)
+            layer_scores /= 1 if use_max else heads.world_size
         self._total = torch.zeros(self.layers - self._first, self._tokens)
-        numbers = [self._pages.layers[index].number - self._first for index in sorted(self._paid)]
-        self._total[numbers] = found
+        layer_numbers = [self._pages.layers[index].number - self._first for index in sorted(self._paid)]
+        self._total[layer_numbers] = layer_scores
         if stages.world_size > 1:
             self._adding = torch.distributed.all_reduce(
                 self._total, ReduceOp.SUM, group=stages.cpu_group, async_op=True
@@ -134,5 +134,5 @@ def _kernel_blocks(layer: AttentionLayer, blocks: Tables) -> NDArray[np.int64]:
     """Return the kernel's blocks for a request's blocks in one layer; missing ones map to the null block."""
     ratio = layer.block_tokens // layer.module.kv_cache.shape[2]
     table = np.maximum(np.array(blocks[layer.table], np.int64), 0)
-    found: NDArray[np.int64] = (table[:, None] * ratio + np.arange(ratio)).reshape(-1)
-    return found
+    kernel_blocks: NDArray[np.int64] = (table[:, None] * ratio + np.arange(ratio)).reshape(-1)
+    return kernel_blocks

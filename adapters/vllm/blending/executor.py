@@ -1,8 +1,8 @@
 """Execution of blends on one rank: load KV, then complete the prompt in step with all ranks.
 
-start_loads   starts the loads, of documents into the request's blocks, at their places in the prompt
-Arrival       reports what was loaded, once all loads ended; a single rank completes from its own
-complete      begins with what every rank has, in the same step on all ranks, so that all run the same rows
+start_loads   starts to load documents into the request's blocks, at their positions in the prompt
+Arrival       reports the loaded tokens when all loads have ended; a single rank completes from its own report
+complete      starts from the tokens that every rank has, in the same step, so that all run the same rows
 finish        runs rows until the KV is complete, then reports the request as received
 """
 
@@ -40,7 +40,7 @@ class ActiveBlend:
         began: monotonic time of its start.
         prefix: load of the exact KV; None: nothing to load.
         documents: per span, the number of leading tokens that its load skips, and the load; None: no load.
-        place_s: seconds that putting parts of documents in place took.
+        place_s: seconds spent on moving parts of documents to their positions.
         load_s: seconds from its start to the end of all loads.
         arrival: what this rank has loaded; None: loads are in flight.
         spans: the parts of documents that every rank has.
@@ -111,14 +111,14 @@ class BlendExecutor(Capability):
             self._context.request_stats.begin(task.request_id)
             self._start(task, self._lookups.claim(task.request_id, task.number))
 
-    def _start(self, task: BlendTask, found: PromptHit | None) -> None:
-        """Start the loads of a blend. Tokens that `found` lacks will be computed."""
+    def _start(self, task: BlendTask, prompt_hit: PromptHit | None) -> None:
+        """Start the loads of a blend. Tokens that `prompt_hit` lacks will be computed."""
         prefix = task.prefix
-        load = None if prefix is None else self._context.start_load(prefix, found, "async")
+        load = None if prefix is None else self._context.start_load(prefix, prompt_hit, "async")
         blend = self._blends[task.request_id] = ActiveBlend(task, time.monotonic(), load)
-        hits = () if found is None else found.documents
-        for number, span in enumerate(task.spans):
-            hit = hits[number] if number < len(hits) else None
+        hits = () if prompt_hit is None else prompt_hit.documents
+        for index, span in enumerate(task.spans):
+            hit = hits[index] if index < len(hits) else None
             blend.documents.append((0, None) if hit is None else self._load(blend, span, hit))
 
     def complete(self, agreed: Arrival) -> None:
@@ -191,42 +191,42 @@ class BlendExecutor(Capability):
         return bool(self._ready) or any(blend.loaded for blend in waiting)
 
     def _load(self, blend: ActiveBlend, span: Span, hit: Hit) -> tuple[int, Transfer[Loaded] | None]:
-        """Start loading what the prompt lacks of a document; return the tokens it skips, and the load."""
+        """Start to load a document's missing tokens; return the number of tokens skipped, and the load."""
         task, context = blend.task, self._context
         chunk = context.namespace.chunk_tokens
         start, stop = span.start, min(span.stop, len(task.sequence.tokens) - 1)
         if start >= stop:
             return span.stop - span.delta, None
         first, last = span.first // chunk, -(-(stop - span.delta) // chunk)
-        part = hit.part(min(first, hit.plan.chunks), last)
+        needed_hit = hit.part(min(first, hit.plan.chunks), last)
         positions = np.arange(first * chunk, last * chunk) + span.delta
         positions[(positions < start) | (positions >= stop)] = -1
-        places = self._placing.places(task.blocks, positions, span.delta, blend.place_s.append)
-        load = context.cache.load_async(part, places)
+        pages = self._placing.places(task.blocks, positions, span.delta, blend.place_s.append)
+        load = context.cache.load_async(needed_hit, pages)
         load.add_done_callback(context.wakeups.notify)
         return first * chunk, load
 
     def _arrival(self, blend: ActiveBlend) -> Arrival:
         """Return the result of a blend's loads, and count it."""
-        context, task, by_tier, kept = self._context, blend.task, Counter[str](), True
+        context, task, by_tier, complete = self._context, blend.task, Counter[str](), True
         exact = task.exact
         if blend.prefix is not None and task.prefix is not None:
             end, loaded = blend.prefix.finish()
             by_tier.update(loaded.by_tier)
             if end < task.prefix.stop:
-                exact, kept = max(end, task.prefix.start), False
+                exact, complete = max(end, task.prefix.start), False
         documents = []
-        for span, (before, load) in zip(task.spans, blend.documents, strict=True):
+        for span, (skipped, load) in zip(task.spans, blend.documents, strict=True):
             loaded = (load and result_of(load)) or NOTHING
             by_tier.update(loaded.by_tier)
-            promised = span.stop - span.delta
-            documents.append(min(before + loaded.tokens, promised))
-            kept = kept and documents[-1] == promised
+            expected = span.stop - span.delta
+            documents.append(min(skipped + loaded.tokens, expected))
+            complete = complete and documents[-1] == expected
         blend.load_s = time.monotonic() - blend.began
         self._lookups.release(task.request_id)
-        context.stats.loaded(Loaded(by_tier.total(), by_tier), blend.load_s, kept)
+        context.stats.loaded(Loaded(by_tier.total(), by_tier), blend.load_s, complete)
         context.request_stats.hit(task.request_id, by_tier)
-        if not kept:
+        if not complete:
             log.warning("%s: part of its prefix or documents was not loaded; it is computed", task.request_id)
         return Arrival(task.request_id, task.number, context.namespace.rank, exact, tuple(documents))
 
@@ -246,12 +246,12 @@ class BlendExecutor(Capability):
         self, blend: ActiveBlend, completion: BlendedPrompt, selected: NDArray[np.int32]
     ) -> BlendDone:
         """Return the result of a completed blend; note its tokens and its speed."""
-        plan, spent = completion.plan, completion.seconds
+        plan, seconds = completion.plan, completion.seconds
         reused, computed = int(plan.reused.sum()), len(plan.computed)
         with self._context.cache.tier_set.counting() as counts:
             counts.blended(reused, len(selected), computed)
         if self.last is not None:  # the first one includes the engine's warm-up
-            self._context.row_speed.note(computed + len(selected), sum(spent.values()))
+            self._context.row_speed.note(computed + len(selected), sum(seconds.values()))
         return BlendDone(
             blend.task.request_id,
             exact=int(plan.exact.sum()),
@@ -259,5 +259,5 @@ class BlendExecutor(Capability):
             computed=computed,
             spans=blend.spans,
             selected=selected,
-            seconds={"load": blend.load_s, "place": sum(blend.place_s), **spent},
+            seconds={"load": blend.load_s, "place": sum(blend.place_s), **seconds},
         )

@@ -46,17 +46,17 @@ class PageOrder:
         _, heads, tokens, _ = pages.shape
         shape, page = (heads, tokens, size), pages[NULL_BLOCK]
         count = heads * tokens * size
-        numbers, found = torch.arange(2 * count), torch.zeros(page.numel(), dtype=torch.int64)
+        numbers, contents = torch.arange(2 * count), torch.zeros(page.numel(), dtype=torch.int64)
         slots = torch.arange(tokens) + NULL_BLOCK * tokens
         for bit in range((2 * count - 1).bit_length()):  # zeros and ones are exact in every dtype
             k, v = (numbers >> bit & 1).to(module.dtype).chunk(2)
             write_tokens(module, k.view(shape), v.view(shape), slots)
-            found |= (page.reshape(-1) != 0).long() << bit
-        if not torch.equal(found.sort().values, numbers):
+            contents |= (page.reshape(-1) != 0).long() << bit
+        if not torch.equal(contents.sort().values, numbers):
             raise BlendError(
                 f"layer {module.layer_name}: its pages hold something other than K and V, each once"
             )
-        k, v = found.argsort().chunk(2)
+        k, v = contents.argsort().chunk(2)
         return PageOrder(k.view(shape), v.view(shape))
 
     @property
@@ -103,8 +103,8 @@ def read_tokens(
     if order is not None:
         k, v = order.read(pages[used])
     else:
-        both = pages[used].transpose(0, 1).flatten(1, 2)
-        k, v = both[..., : module.head_size], both[..., module.head_size :]
+        kv = pages[used].transpose(0, 1).flatten(1, 2)
+        k, v = kv[..., : module.head_size], kv[..., module.head_size :]
     return k[:, :length], v[:, :length]
 
 

@@ -23,13 +23,13 @@ def find_orders(
     """
     modules = compat.attention_layers(vllm_config)
     known: dict[Any, PageOrder | None] = {}
-    for name, held in kv_caches.items():
-        form = held.shape[1:], held.dtype, getattr(modules[name], "head_size", None)
-        where = f"precision = {precision!r}: layer {name}"
-        if not held.dtype.is_floating_point or held.element_size() < 2:
-            raise ConfigError(f"{where} holds {held.dtype}; want none")
+    for name, pages in kv_caches.items():
+        page_form = pages.shape[1:], pages.dtype, getattr(modules[name], "head_size", None)
+        setting = f"precision = {precision!r}: layer {name}"
+        if not pages.dtype.is_floating_point or pages.element_size() < 2:
+            raise ConfigError(f"{setting} holds {pages.dtype}; want none")
         try:
-            known[name] = known[form] = known.get(form) or PageOrder.of(modules[name])
+            known[name] = known[page_form] = known.get(page_form) or PageOrder.of(modules[name])
         except BlendError as error:
-            raise ConfigError(f"{where}: {error}") from error
+            raise ConfigError(f"{setting}: {error}") from error
     return {name: order for name in kv_caches if (order := known[name])}

@@ -54,8 +54,8 @@ class MovedPages(SequencePages):
             self._unpack(self.pages, self.ropes[0], payloads, slots, after)
         else:
             for i, rope in enumerate(self.ropes):
-                part = slice(i * form.layer_bytes, (i + 1) * form.layer_bytes)
-                self._unpack(self.pages.layer(i), rope, [payload[part] for payload in payloads], slots, after)
+                span = slice(i * form.layer_bytes, (i + 1) * form.layer_bytes)
+                self._unpack(self.pages.layer(i), rope, [payload[span] for payload in payloads], slots, after)
         self.noted(time.perf_counter() - began)
 
     def _unpack(
@@ -89,15 +89,15 @@ class Placing:
     def of(groups: Sequence[GroupPages], pages: PagesOfLayers, ropes: Sequence[Rope | None]) -> Placing:
         """Describe a rank's groups, given the rope of each layer of `pages`."""
         names = [layer.name for layer in pages.layers]
-        orders, turned = dict(zip(names, pages.orders, strict=True)), dict(zip(names, ropes, strict=True))
-        found = []
+        order_of, rope_of = dict(zip(names, pages.orders, strict=True)), dict(zip(names, ropes, strict=True))
+        group_orders = []
         for group in groups:
-            heads, order = group.pages.group, orders[group.names[0]]
+            heads, order = group.pages.group, order_of[group.names[0]]
             first = min(g.pages.group.first_head for g in groups if g.names == group.names)
             if order is not None:
                 order = order.part(heads.first_head - first, heads.kv_heads) if heads.opaque else None
-            found.append(order)
-        return Placing(groups, found, turned)
+            group_orders.append(order)
+        return Placing(groups, group_orders, rope_of)
 
     def warm_up(self, formats: Sequence[RecordFormat]) -> None:
         """Compile the kernels that rotate keys before a request waits for them. Mutates no pages.
@@ -105,11 +105,11 @@ class Placing:
         Args:
             formats: record format of each group.
         """
-        nowhere = np.full(formats[0].namespace.chunk_tokens, -1)
+        no_positions = np.full(formats[0].namespace.chunk_tokens, -1)
         no_blocks: Tables = tuple([] for _ in range(1 + max(group.table for group in self.groups)))
-        places = self.places(no_blocks, nowhere, 1, lambda _: None)
-        for place, form in zip(places, formats, strict=True):
-            place.fill(form, 0, [np.zeros(form.shape[0] * form.layer_bytes, np.uint8)], None, ())
+        moved_pages = self.places(no_blocks, no_positions, 1, lambda _: None)
+        for pages, form in zip(moved_pages, formats, strict=True):
+            pages.fill(form, 0, [np.zeros(form.shape[0] * form.layer_bytes, np.uint8)], None, ())
 
     def places(
         self,
@@ -126,13 +126,13 @@ class Placing:
             delta: number of positions that keys move.
             noted: called from any thread with the seconds that each part of a group took.
         """
-        found: list[SequencePages] = []
+        moved_pages: list[SequencePages] = []
         for group, order in zip(self.groups, self.orders, strict=True):
             table = np.append(np.array(blocks[group.table], np.int64), -1)
             size = group.block_tokens
-            block = table[np.where(positions < 0, -1, positions // size)]
-            slots = np.where(block < 0, -1, block * size + positions % size)
-            found.append(
+            token_blocks = table[np.where(positions < 0, -1, positions // size)]
+            slots = np.where(token_blocks < 0, -1, token_blocks * size + positions % size)
+            moved_pages.append(
                 MovedPages(
                     group.pages,
                     slots=slots,
@@ -142,4 +142,4 @@ class Placing:
                     noted=noted,
                 )
             )
-        return found
+        return moved_pages

@@ -37,10 +37,10 @@ class _Namer:
     names: list[Any] = field(default_factory=list)
 
     def rename(self, name: bytes) -> Any:
-        found: Any = hashlib.blake2b(name, key=self.secret, digest_size=min(len(name), 64)).digest()
-        self.names.append(found)
-        self.event_names.add(compat.event_hash(found))
-        return found
+        private_name: Any = hashlib.blake2b(name, key=self.secret, digest_size=min(len(name), 64)).digest()
+        self.names.append(private_name)
+        self.event_names.add(compat.event_hash(private_name))
+        return private_name
 
     def __call__(self, request: Any) -> list[Any]:
         new: list[Any] = self.hasher(request)

@@ -58,18 +58,18 @@ class Marks:
         ids = [as_tokens(list(encode(text))) for text in texts]
         if not all(map(len, ids)):
             raise ConfigError(f"{SETTINGS}.blend.marks = {texts!r}: want two texts that have tokens")
-        return cls(*(one.tobytes() for one in ids))
+        return cls(*(mark.tobytes() for mark in ids))
 
     def documents(self, prompt: Sequence[int]) -> Iterator[tuple[int, int]]:
         """Yield (start, stop) of each document between marks; ignore a document without an end mark."""
-        ids, at = as_tokens(prompt).tobytes(), 0
-        while (start := _find(ids, self.before, at)) >= 0:
+        ids, position = as_tokens(prompt).tobytes(), 0
+        while (start := _find(ids, self.before, position)) >= 0:
             start += len(self.before)
-            at = _find(ids, self.after, start)
-            if at < 0:
+            position = _find(ids, self.after, start)
+            if position < 0:
                 return
-            yield start // 4, at // 4
-            at += len(self.after)
+            yield start // 4, position // 4
+            position += len(self.after)
 
 
 def read(request: Any, settings: BlendSettings, marks: Marks | None = None) -> BlendRequest | None:
@@ -81,15 +81,15 @@ def read(request: Any, settings: BlendSettings, marks: Marks | None = None) -> B
         ConfigError: the `blend` of the request is invalid, or the request cannot be blended.
     """
     params: Mapping[str, Any] = request.kv_transfer_params or {}
-    given = params.get("blend")
-    if given is False or (given is None and marks is None and not settings.split):
+    blend_param = params.get("blend")
+    if blend_param is False or (blend_param is None and marks is None and not settings.split):
         return None
     obstacle = _obstacle(request, params)
-    if obstacle and given is None:
+    if obstacle and blend_param is None:
         return None
     if obstacle:
         raise ConfigError(f"{WHERE}: not with {obstacle}")
-    fields = requests.read({} if given is None else given, settings.least_ratio, settings.methods)
+    fields = requests.read({} if blend_param is None else blend_param, settings.least_ratio, settings.methods)
     requests.check_spans(fields, len(request.prompt_token_ids))
     documents, prefix = _documents(request.prompt_token_ids, fields, settings, marks)
     if not documents:
@@ -127,13 +127,13 @@ def _documents(
 ) -> tuple[tuple[tuple[int, int], ...], int]:
     """Return (start, stop) of each document, and the number of prefix tokens of each when computed."""
     if fields.documents is None:
-        found = () if marks is None else tuple(marks.documents(prompt))
-        prefix = found[0][0] if found and fields.prefix is None else fields.prefix or 0
-        if not found and settings.split:
-            found = tuple(itertools.pairwise(split(prompt).tolist()))
+        documents = () if marks is None else tuple(marks.documents(prompt))
+        prefix = documents[0][0] if documents and fields.prefix is None else fields.prefix or 0
+        if not documents and settings.split:
+            documents = tuple(itertools.pairwise(split(prompt).tolist()))
         elif marks is None:
             raise ConfigError(f"{WHERE}.documents: want [[start, stop], ...]: {SETTINGS}.blend has no marks")
-        return tuple(document for document in found if document[0] >= prefix), prefix
+        return tuple(span for span in documents if span[0] >= prefix), prefix
     return tuple((start, stop) for start, stop in fields.documents), fields.prefix or 0
 
 
@@ -146,8 +146,8 @@ def _selection(fields: BlendFields, settings: BlendSettings) -> Selection:
     return replace(selection, first_n=fields.first_n or 0)
 
 
-def _find(ids: bytes, wanted: bytes, start: int) -> int:
-    """Return the byte at which `wanted` begins in int32 ids, from byte `start` on; -1: not found."""
-    while (start := ids.find(wanted, start)) >= 0 and start % np.dtype(np.int32).itemsize:
+def _find(ids: bytes, mark: bytes, start: int) -> int:
+    """Return the byte offset of `mark` in int32 ids, from byte `start` on; -1: not found."""
+    while (start := ids.find(mark, start)) >= 0 and start % np.dtype(np.int32).itemsize:
         start += 1
     return start

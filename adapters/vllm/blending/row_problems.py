@@ -39,15 +39,15 @@ class PromptRows:
     @property
     def positions(self) -> NDArray[np.int64]:
         """Positions of the rows, ascending."""
-        before = self.tokens - self.question
-        chosen = np.random.default_rng(0).choice(before, int(self.share * before), replace=False)
-        return np.union1d(chosen, np.arange(before, self.tokens))
+        first = self.tokens - self.question
+        chosen = np.random.default_rng(0).choice(first, int(self.share * first), replace=False)
+        return np.union1d(chosen, np.arange(first, self.tokens))
 
     @property
     def starts(self) -> NDArray[np.int64]:
         """Index of the first row of each run, then the number of rows."""
-        at = self.positions
-        return np.append(np.flatnonzero(np.diff(at, prepend=-2) != 1), len(at))
+        positions = self.positions
+        return np.append(np.flatnonzero(np.diff(positions, prepend=-2) != 1), len(positions))
 
     @property
     def form(self) -> RowsForm:
@@ -122,32 +122,32 @@ class RowTensors:
     def wrong(self) -> float:
         """Return the error of 64 rows of `out`, relative to their norm."""
         (rows,) = self.own.rows.values()
-        which = np.unique(np.linspace(0, rows.count - 1, 64).astype(np.int64))
-        ends, some = np.array([0, len(which)]), torch.from_numpy(which).to(self.q.device)
+        indices = np.unique(np.linspace(0, rows.count - 1, 64).astype(np.int64))
+        ends, sample_rows = np.array([0, len(indices)]), torch.from_numpy(indices).to(self.q.device)
         sample = Rows.of(
-            rows.positions[which], ends, rows.lengths, rows.tables, rows.block_tokens, rows.device
+            rows.positions[indices], ends, rows.lengths, rows.tables, rows.block_tokens, rows.device
         )
         k, v = self.pages.chunk(2, -1)
-        want, _ = reference.blend_attention(self.q[some].double(), k, v, sample, self.scoring)
-        return float((self.out[some].double() - want).norm() / want.norm())
+        expected, _ = reference.blend_attention(self.q[sample_rows].double(), k, v, sample, self.scoring)
+        return float((self.out[sample_rows].double() - expected).norm() / expected.norm())
 
 
-def _by_vllm(given: RowTensors) -> None:
+def _by_vllm(tensors: RowTensors) -> None:
     """Compute `out` with every run as a sequence, as vLLM's own backend does: FlashAttention."""
-    k, v = given.pages.transpose(1, 2).chunk(2, -1)
+    k, v = tensors.pages.transpose(1, 2).chunk(2, -1)
     compat.find("flash_attn_varlen_func")(
-        q=given.q,
+        q=tensors.q,
         k=k,
         v=v,
-        out=given.out,
-        cu_seqlens_q=given.query_starts,
-        max_seqlen_q=int(np.diff(given.apart.row_starts).max()),
-        seqused_k=given.used,
-        max_seqlen_k=int(given.apart.lengths.max()),
-        softmax_scale=given.scoring.scale,
+        out=tensors.out,
+        cu_seqlens_q=tensors.query_starts,
+        max_seqlen_q=int(np.diff(tensors.apart.row_starts).max()),
+        seqused_k=tensors.used,
+        max_seqlen_k=int(tensors.apart.lengths.max()),
+        softmax_scale=tensors.scoring.scale,
         causal=True,
-        block_table=given.apart.device_tables,
-        fa_version=compat.find("get_flash_attn_version")(head_size=given.q.shape[2]),
+        block_table=tensors.apart.device_tables,
+        fa_version=compat.find("get_flash_attn_version")(head_size=tensors.q.shape[2]),
     )
 
 
@@ -173,18 +173,18 @@ def row_problem(prompt: PromptRows) -> Problem:
 
 
 def _case(prompt: PromptRows, device: torch.device, filled: bool) -> Case:
-    given = RowTensors.of(prompt, device, filled)
+    tensors = RowTensors.of(prompt, device, filled)
     if filled and device.type == "cuda":
-        given.run(TOGETHER=0)  # fails if vLLM's cannot run: tuning has to compare both
+        tensors.run(TOGETHER=0)  # fails if vLLM's cannot run: tuning has to compare both
 
     def launches(config: KernelConfig | None) -> tuple[HostLaunch, ...]:
-        return (HostLaunch(given.run, {}, config or entry(prompt.form.untuned)),)
+        return (HostLaunch(tensors.run, {}, config or entry(prompt.form.untuned)),)
 
     def poison() -> None:
-        given.out.fill_(torch.nan)
+        tensors.out.fill_(torch.nan)
 
     def fault() -> str:
-        off = given.wrong()
-        return "" if off < 0.01 else f"rows differ from the reference by {off:.2g} of their norm"
+        error = tensors.wrong()
+        return "" if error < 0.01 else f"rows differ from the reference by {error:.2g} of their norm"
 
-    return Case(launches, poison, fault, (given.out,))
+    return Case(launches, poison, fault, (tensors.out,))

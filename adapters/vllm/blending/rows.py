@@ -28,7 +28,7 @@ from kvkit.adapters.vllm.step import Tables
 from kvkit.blend.plan import BlendError
 
 QueryTap = Callable[[int, torch.Tensor], None]
-"""Function of an index into `RowRunner.layers`, and the rotated queries [M, Hq, D] of rows as given."""
+"""Called with an index into `RowRunner.layers`, and rotated queries [M, Hq, D] in the order of the rows."""
 _STAGES_TAG = 0x6B76
 """Tag of messages between stages about rows, as vLLM sends over the same group."""
 
@@ -61,8 +61,8 @@ class RowsOf:
     @property
     def runs(self) -> NDArray[np.int64]:
         """Index of the first row of each run of consecutive rows, ascending, then M."""
-        begins: NDArray[np.int64] = np.flatnonzero(np.diff(self.positions, prepend=-2) != 1)
-        return np.append(begins, len(self.positions))
+        run_starts: NDArray[np.int64] = np.flatnonzero(np.diff(self.positions, prepend=-2) != 1)
+        return np.append(run_starts, len(self.positions))
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -135,12 +135,14 @@ class RowRunner:
         self._groups = runner.attn_groups
         self._block_tokens = [g.kv_cache_spec.block_size for g in runner.kv_cache_config.kv_cache_groups]
         modules = compat.attention_layers(self.config)
-        found = {n: i for i, groups in enumerate(self._groups) for group in groups for n in group.layer_names}
-        owners = [n for n in found if getattr(modules[n], "kv_sharing_target_layer_name", None) is None]
+        tables = {
+            n: i for i, groups in enumerate(self._groups) for group in groups for n in group.layer_names
+        }
+        owners = [n for n in tables if getattr(modules[n], "kv_sharing_target_layer_name", None) is None]
         counts = _counts(len(owners))
         first, self.count = sum(counts[: compat.find("get_pp_group")().rank_in_group]), sum(counts)
         self.layers = [
-            AttentionLayer(first + i, name, modules[name], found[name], self._block_tokens[found[name]])
+            AttentionLayer(first + i, name, modules[name], tables[name], self._block_tokens[tables[name]])
             for i, name in enumerate(sorted(owners, key=layer_order))
         ]
         self.stages: int = compat.find("get_pp_group")().world_size
@@ -148,8 +150,8 @@ class RowRunner:
         self.most_rows = int(scheduler.max_num_batched_tokens)
         self.most_runs = int(scheduler.max_num_seqs)
         self.own: OtherAttention | None = None
-        every = [group for groups in self._groups for group in groups]
-        if self.device.type == "cpu" and all(group.kernel_block_size is None for group in every):
+        all_groups = [group for groups in self._groups for group in groups]
+        if self.device.type == "cpu" and all(group.kernel_block_size is None for group in all_groups):
             self.most_runs = self.most_rows  # metadata on a CPU has no buffers for a number of runs
         self._embeds = runner.supports_mm_inputs or self.config.model_config.enable_prompt_embeds
         self._sends: list[tuple[Any, torch.Tensor]] = []
@@ -172,16 +174,16 @@ class RowRunner:
         part: list[tuple[int, RowsOf]] = []
         most_runs = most if self.own and self.own.wins(rows, self.most_runs) else self.most_runs
         free, runs = most, most_runs
-        for which, given in enumerate(rows):
-            begins, start = given.runs, 0
-            while start < len(given.positions):
-                if not (free and runs) or (part and part[0][1].lora != given.lora):
+        for index, request in enumerate(rows):
+            run_starts, start = request.runs, 0
+            while start < len(request.positions):
+                if not (free and runs) or (part and part[0][1].lora != request.lora):
                     yield part
                     part, free, runs = [], most, most_runs
                     continue
-                ahead = begins[np.searchsorted(begins, start, side="right") :]
-                stop = min(start + free, int(ahead[min(runs, len(ahead)) - 1]))
-                part.append((which, given.part(start, stop)))
+                later_starts = run_starts[np.searchsorted(run_starts, start, side="right") :]
+                stop = min(start + free, int(later_starts[min(runs, len(later_starts)) - 1]))
+                part.append((index, request.part(start, stop)))
                 free, start = free - (stop - start), stop
                 runs -= len(part[-1][1].runs) - 1
         if part:
@@ -220,20 +222,24 @@ class RowRunner:
     def _run(
         self, rows: Sequence[RowsOf], look: QueryTap | None, layers: int, hidden: bool, position: int | None
     ) -> list[torch.Tensor]:
-        mine = [layer for layer in self.layers if layer.number < layers]
-        pipeline, whole = compat.find("get_pp_group")(), layers == self.count
-        if not (mine or whole):
+        local = [layer for layer in self.layers if layer.number < layers]
+        pipeline, complete = compat.find("get_pp_group")(), layers == self.count
+        if not (local or complete):
             return []
         own = None
         if self.own and self.own.wins(rows, self.most_runs):
             own = self.own.plan(rows, self.device)
         batch = _Sequences.of(rows, by_length=own is None)
-        ids = np.concatenate([given.ids for given in rows])[batch.order].astype(np.int32)
+        ids = np.concatenate([request.ids for request in rows])[batch.order].astype(np.int32)
         positions = batch.positions if position is None else np.array([position])
         metadata, slots = self._metadata(rows, batch, own)
-        found: list[torch.Tensor] = []
-        before = None if pipeline.is_first_rank else self._receive(len(ids))
-        last = mine[-1].number if mine and not (hidden and whole) and mine[-1].number == layers - 1 else None
+        hidden_states: list[torch.Tensor] = []
+        received = None if pipeline.is_first_rank else self._receive(len(ids))
+        last = (
+            local[-1].number
+            if local and not (hidden and complete) and local[-1].number == layers - 1
+            else None
+        )
         with (
             suppress(_Enough),
             compat.active_adapter(self.runner, rows[0].lora, len(ids)),
@@ -242,25 +248,30 @@ class RowRunner:
                 metadata, self.config, num_tokens=len(ids), slot_mapping=slots
             ),
         ):
-            made = self.model(**self._inputs(ids, positions, before))
+            output = self.model(**self._inputs(ids, positions, received))
             if not pipeline.is_last_rank:
-                self._send(made)
-            elif hidden and whole:
-                back = made[self._tensor(np.argsort(batch.order))]
-                found = list(back.split([len(given.ids) for given in rows]))
-        return found
+                self._send(output)
+            elif hidden and complete:
+                in_order = output[self._tensor(np.argsort(batch.order))]
+                hidden_states = list(in_order.split([len(request.ids) for request in rows]))
+        return hidden_states
 
-    def _inputs(self, ids: NDArray[np.int32], positions: NDArray[np.int64], before: Any) -> dict[str, Any]:
+    def _inputs(self, ids: NDArray[np.int32], positions: NDArray[np.int64], received: Any) -> dict[str, Any]:
         """Return the arguments for a call of the model."""
         model, at, tokens, embeds = self.model, self._tensor(positions), None, None
-        if before is None:
+        if received is None:
             tokens = self._tensor(ids)
             if self._embeds:
                 embeds = model.embed_input_ids(tokens)
                 tokens = tokens if getattr(model, "requires_raw_input_tokens", False) else None
         if self.config.model_config.uses_mrope:  # text has the same position on all three axes
             at = at.expand(3, -1)
-        return {"input_ids": tokens, "positions": at, "intermediate_tensors": before, "inputs_embeds": embeds}
+        return {
+            "input_ids": tokens,
+            "positions": at,
+            "intermediate_tensors": received,
+            "inputs_embeds": embeds,
+        }
 
     def _metadata(
         self, rows: Sequence[RowsOf], batch: _Sequences, own: PlannedRows | None
@@ -284,22 +295,22 @@ class RowRunner:
         }
         metadata: dict[str, Any] = {}
         slots: dict[str, torch.Tensor] = {}
-        for number, (groups, size) in enumerate(zip(self._groups, self._block_tokens, strict=True)):
-            table = _tables([given.blocks[number] for given in rows], -(-int(batch.ends.max()) // size))
-            at = table[batch.owners, batch.positions // size]
-            if (at < 0).any():
-                raise BlendError(f"KV cache group {number}: rows have no block to be written to")
-            where = self._tensor(at.astype(np.int64) * size + batch.positions % size)
-            slots |= dict.fromkeys((name for group in groups for name in group.layer_names), where)
+        for index, (groups, size) in enumerate(zip(self._groups, self._block_tokens, strict=True)):
+            table = _tables([request.blocks[index] for request in rows], -(-int(batch.ends.max()) // size))
+            blocks = table[batch.owners, batch.positions // size]
+            if (blocks < 0).any():
+                raise BlendError(f"KV cache group {index}: rows have no block to be written to")
+            row_slots = self._tensor(blocks.astype(np.int64) * size + batch.positions % size)
+            slots |= dict.fromkeys((name for group in groups for name in group.layer_names), row_slots)
             if own is not None:
                 continue
             present = np.maximum(table, NULL_BLOCK)  # no row attends to missing blocks
             sequences = self._tensor(present[batch.owners[batch.starts[:-1]]])
-            built = compat.find("CommonAttentionMetadata")(
-                **common, block_table_tensor=sequences, slot_mapping=where
+            group_metadata = compat.find("CommonAttentionMetadata")(
+                **common, block_table_tensor=sequences, slot_mapping=row_slots
             )
             for group in groups:
-                metadata |= dict.fromkeys(group.layer_names, group.build_metadata(built))
+                metadata |= dict.fromkeys(group.layer_names, group.build_metadata(group_metadata))
         return metadata if own is None else dict.fromkeys(slots, own), slots
 
     def _tapped(
@@ -328,9 +339,9 @@ class RowRunner:
         )
         stages = compat.find("get_pp_group")()
         for key in sorted(tensors.tensors):
-            near = torch.empty_like(tensors[key], device="cpu")
-            torch.distributed.recv(near, stages.prev_rank, stages.cpu_group, _STAGES_TAG)
-            tensors[key].copy_(near)
+            on_cpu = torch.empty_like(tensors[key], device="cpu")
+            torch.distributed.recv(on_cpu, stages.prev_rank, stages.cpu_group, _STAGES_TAG)
+            tensors[key].copy_(on_cpu)
         return tensors
 
     def wait_for_sends(self) -> None:
@@ -345,9 +356,9 @@ class RowRunner:
     def _send(self, tensors: Any) -> None:
         """Start sending the next stage its input. vLLM's own sends may be in flight."""
         stages = compat.find("get_pp_group")()
-        near = [tensors[key].cpu().contiguous() for key in sorted(tensors.tensors)]
+        on_cpu = [tensors[key].cpu().contiguous() for key in sorted(tensors.tensors)]
         self._sends += [
-            (torch.distributed.isend(x, stages.next_rank, stages.cpu_group, _STAGES_TAG), x) for x in near
+            (torch.distributed.isend(x, stages.next_rank, stages.cpu_group, _STAGES_TAG), x) for x in on_cpu
         ]
 
     def _tensor(self, array: NDArray[Any]) -> torch.Tensor:
@@ -375,16 +386,16 @@ class _Sequences:
     @staticmethod
     def of(rows: Sequence[RowsOf], by_length: bool) -> _Sequences:
         """Make the batch in the given order, or with short sequences first, as vLLM's attention expects."""
-        sizes = [len(given.positions) for given in rows]
-        bases = np.cumsum([0, *sizes])
-        begins = np.concatenate([b + g.runs[:-1] for b, g in zip(bases, rows, strict=False)])
-        lengths = np.diff(np.append(begins, bases[-1]))
+        sizes = [len(request.positions) for request in rows]
+        offsets = np.cumsum([0, *sizes])
+        firsts = np.concatenate([b + g.runs[:-1] for b, g in zip(offsets, rows, strict=False)])
+        lengths = np.diff(np.append(firsts, offsets[-1]))
         if by_length:
-            shortest = np.argsort(lengths, kind="stable")
-            begins, lengths = begins[shortest], lengths[shortest]
+            shortest_first = np.argsort(lengths, kind="stable")
+            firsts, lengths = firsts[shortest_first], lengths[shortest_first]
         starts = np.append(0, np.cumsum(lengths))
-        order = np.repeat(begins - starts[:-1], lengths) + np.arange(bases[-1])
-        positions = np.concatenate([given.positions for given in rows])[order]
+        order = np.repeat(firsts - starts[:-1], lengths) + np.arange(offsets[-1])
+        positions = np.concatenate([request.positions for request in rows])[order]
         owners = np.repeat(np.arange(len(rows)), sizes)[order]
         return _Sequences(order, positions, owners, starts, positions[starts[1:] - 1] + 1)
 
@@ -409,21 +420,21 @@ def _tap(
     def tapped(module: Any, query: torch.Tensor, *rest: Any, **more: Any) -> Any:
         if last and look is None and separate:  # K and V are written; the rest is not needed
             raise _Enough
-        done = forward(module, query, *rest, **more)
+        result = forward(module, query, *rest, **more)
         if look is not None:
             look(index, query)
         if last:
             raise _Enough
-        return done
+        return result
 
     return tapped
 
 
-def _counts(mine: int) -> list[int]:
+def _counts(own_count: int) -> list[int]:
     """Return the number of layers of each pipeline stage."""
     stages = compat.find("get_pp_group")()
     if stages.world_size == 1:
-        return [mine]
+        return [own_count]
     counts: list[Any] = [None] * stages.world_size
-    torch.distributed.all_gather_object(counts, mine, group=stages.cpu_group)
+    torch.distributed.all_gather_object(counts, own_count, group=stages.cpu_group)
     return counts

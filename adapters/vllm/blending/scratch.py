@@ -39,8 +39,8 @@ class Scratch:
         if not any(self.windows):
             return True
         pool = self.manager.block_pool
-        wanted = sum(-(-tokens // size) for size in self.block_tokens)
-        return None if wanted >= pool.num_gpu_blocks else wanted <= pool.get_num_free_blocks()
+        needed = sum(-(-tokens // size) for size in self.block_tokens)
+        return None if needed >= pool.num_gpu_blocks else needed <= pool.get_num_free_blocks()
 
     def pin(self, request: Any, computed: int) -> bool:
         """Pin the blocks of windows before token `computed` in vLLM's cache, until `fill` or `unpin`.
