@@ -1,1 +1,1 @@
-"""The laboratory: what studies caches and is no part of one. Nothing outside of it imports it."""
+"""Tools that study caches and are not part of one. No code outside this package imports it."""

@@ -57,10 +57,10 @@ def _accept_terms(console: Console) -> None:
         soft_wrap=True,
     )
     try:
-        said = console.input("Do you accept them (y/n)? ")
+        answer = console.input("Do you accept them (y/n)? ")
     except EOFError:
-        said = ""
-    if said.strip().lower() not in ("y", "yes"):
+        answer = ""
+    if answer.strip().lower() not in ("y", "yes"):
         raise ModelError(f"model = 'gemma': want its terms accepted with the answer y: {gemma.TERMS}")
 
 
@@ -118,8 +118,8 @@ def measuring(model: str) -> Iterator[None]:
 
 def _in_words(error: Exception) -> str:
     """Return an error as one line, with its type if the text alone may not explain it."""
-    words = " ".join(str(error).split())
-    return words if isinstance(error, (OSError, ValueError)) else f"{type(error).__name__}: {words}"
+    message = " ".join(str(error).split())
+    return message if isinstance(error, (OSError, ValueError)) else f"{type(error).__name__}: {message}"
 
 
 def split_options(vllm: str) -> tuple[str, ...]:
@@ -136,9 +136,9 @@ def split_options(vllm: str) -> tuple[str, ...]:
 
 def commit() -> str | None:
     """Return the commit of kvkit's sources; None outside a git checkout."""
-    asked = ["git", "-C", str(Path(__file__).parent), "rev-parse", "--short", "HEAD"]
+    command = ["git", "-C", str(Path(__file__).parent), "rev-parse", "--short", "HEAD"]
     try:
-        return subprocess.run(asked, capture_output=True, text=True, check=True).stdout.strip()
+        return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
     except (OSError, subprocess.CalledProcessError):
         return None
 

@@ -1,1 +1,1 @@
-"""The compile gate: every kernel compiled for GPUs that are not here, beside what is recorded."""
+"""The compile gate: compiles every kernel for GPUs that are not here, and compares with the record."""

@@ -50,22 +50,25 @@ Document = Mapping[str, Any]
 def faults(reports: Sequence[CompileReport], problems: Sequence[Problem]) -> list[str]:
     """Return what the gate rejects: errors, spills, blocks that do not fit, 16-byte accesses lost."""
     wide = {problem.name: problem.wide for problem in problems}
-    found = []
+    rejections = []
     for report in reports:
-        rejection, done = report.rejection(), report.compiled
-        if done and not rejection:
+        rejection, compiled = report.rejection(), report.compiled
+        if compiled and not rejection:
             loads, stores = wide[report.problem].get(report.kernel, (0, 0))
-            if done.loads_16 < loads or done.stores_16 < stores:
+            if compiled.loads_16 < loads or compiled.stores_16 < stores:
                 rejection = (
-                    f"{done.loads_16} of {done.loads} loads and {done.stores_16} of {done.stores} stores "
+                    f"{compiled.loads_16} of {compiled.loads} loads and "
+                    f"{compiled.stores_16} of {compiled.stores} stores "
                     f"take 16 bytes; the layout allows {loads} and {stores}"
                 )
         pipelined = report.config.stages > 2 and GPUS[report.target].backend == "cuda"
-        if done and not rejection and done.mma and pipelined and not done.in_flight:
+        if compiled and not rejection and compiled.mma and pipelined and not compiled.in_flight:
             rejection = f"{report.config.stages} stages, but no copy is in flight while a tile is computed"
         if rejection:
-            found.append(f"{report.problem}, {report.kernel}, {report.target}, {report.config}: {rejection}")
-    return found
+            rejections.append(
+                f"{report.problem}, {report.kernel}, {report.target}, {report.config}: {rejection}"
+            )
+    return rejections
 
 
 def gate(
@@ -76,8 +79,9 @@ def gate(
 ) -> list[CompileReport]:
     """Compile the default of each gated problem for each target of `GATE`, in the pool's processes.
 
-    Of problems that differ only in sizes, the first is compiled: they compile to the same. With `names`, only
-    problems with one of them in their name are compiled. Kernels `known` by their `compile_key` are reused.
+    If problems differ only in sizes, the first is compiled: the others compile to the same code. With
+    `names`, only problems with one of them in their name are compiled. Kernels `known` by `compile_key` are
+    reused.
     """
     forms: dict[tuple[str, str], Problem] = {}
     for problem in factory():
@@ -95,15 +99,16 @@ def _listed(document: Document) -> dict[tuple[str, str, str], Mapping[str, Any]]
 def known_of(recorded: Document) -> dict[str, Compiled]:
     """Return compiled kernels by `keys.compile_key`, without those that failed or have a hazard."""
     names = [field.name for field in fields(Compiled) if field.default is MISSING]
-    right = (entry for entry in recorded["kernels"] if not entry.keys() & {"error", "hazard"})
-    return {e["key"]: Compiled(**{name: e[name] for name in names}) for e in right if "key" in e}
+    valid = (entry for entry in recorded["kernels"] if not entry.keys() & {"error", "hazard"})
+    return {e["key"]: Compiled(**{name: e[name] for name in names}) for e in valid if "key" in e}
 
 
 def regressions(found: Document, recorded: Document, complete: bool = True) -> list[str]:
     """Return what is worse than recorded, one line each.
 
-    Kernels that are not recorded are named and, with `complete`, those that are gone. Figures are compared
-    only for equal versions of Triton, because another version makes other instructions of the same kernels.
+    The lines also name kernels that are not recorded and, with `complete`, those that are gone. Figures are
+    compared only for equal versions of Triton, because another version makes other instructions of the same
+    kernels.
     """
     now, before = _listed(found), _listed(recorded)
     worse = [f"{', '.join(key)}: not recorded" for key in now.keys() - before.keys()]
@@ -112,15 +117,15 @@ def regressions(found: Document, recorded: Document, complete: bool = True) -> l
     if found["triton"] != recorded["triton"]:
         return worse
     for key in now:
-        for words in _worse(now[key], before.get(key, {})):
-            worse.append(f"{', '.join(key)}: {words}")
+        for description in _worse(now[key], before.get(key, {})):
+            worse.append(f"{', '.join(key)}: {description}")
     return worse
 
 
 def _worse(now: Mapping[str, Any], before: Mapping[str, Any]) -> list[str]:
     alike = now["config"] == before.get("config")
     less = _LESS if any(name in before for name in _LESS[:2]) or not alike else (*_LESS, "instructions")
-    found = [
+    descriptions = [
         f"{name} is {now[name]:g}, was {before[name]:g}"
         for name in less
         if name in now and name in before and now[name] > SLACK * before[name]
@@ -128,12 +133,14 @@ def _worse(now: Mapping[str, Any], before: Mapping[str, Any]) -> list[str]:
     for name in (*_MORE, *_MORE_ALIKE) if alike else _MORE:
         if name in now and name in before and now[name] < before[name]:
             detail = f" ({now['registers']} registers, were {before['registers']})"
-            found.append(f"{name} is {now[name]}, was {before[name]}{detail * (name == 'blocks_per_sm')}")
-    return found
+            descriptions.append(
+                f"{name} is {now[name]}, was {before[name]}{detail * (name == 'blocks_per_sm')}"
+            )
+    return descriptions
 
 
 def write(path: Path, found: Document, complete: bool = True) -> None:
-    """Record a document in a file, one line per kernel. Without `complete`, other kernels stay.
+    """Record a document in a file, one line per kernel. Without `complete`, the file keeps its other kernels.
 
     Raises:
         ValueError: the document is not complete, and the file is of another version of Triton.
@@ -175,12 +182,12 @@ def run(pool: CompilePool, words: Sequence[str]) -> int:
     except (OSError, ValueError) as error:
         parser.error(str(error))
     Console(width=170).print(shown(reports, wide=True))
-    found = faults(reports, every_problem())
+    failures = faults(reports, every_problem())
     if recorded:
         accept = f"if it is meant: {parser.prog} --json {arguments.compare}"
-        found += [f"{worse} ({accept})" for worse in regressions(document, recorded, complete)]
-    print("\n".join(found))
-    return 1 if found else 0
+        failures += [f"{worse} ({accept})" for worse in regressions(document, recorded, complete)]
+    print("\n".join(failures))
+    return 1 if failures else 0
 
 
 def main() -> int:

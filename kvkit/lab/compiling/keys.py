@@ -26,8 +26,8 @@ class KeyedCompiled(Compiled):
 def compile_keyed(known: Mapping[str, Compiled], launch: Launch, target: str) -> KeyedCompiled:
     """Compile a launch for a target, unless its key is `known`; arguments and errors as of `compile_for`."""
     key = compile_key(launch, target)
-    done = known.get(key) or compile_for(launch, target)
-    return KeyedCompiled(**asdict(done) | {"key": key, "programs": prod(launch.grid)})
+    compiled = known.get(key) or compile_for(launch, target)
+    return KeyedCompiled(**asdict(compiled) | {"key": key, "programs": prod(launch.grid)})
 
 
 def compile_key(launch: Launch, target: str) -> str:
@@ -44,24 +44,25 @@ def compile_key(launch: Launch, target: str) -> str:
     Raises:
         CompileError: as for `compile_for`, except for failures of its compiler.
     """
-    # a device of its own for each target: Triton calls no hook for kernels it has compiled for a device
+    # each target has its own device: Triton calls no hook for a kernel already compiled for a device
     with compiling_for(launch, target, f"keys of {target}") as gpu:
         from triton import knobs
         from triton.compiler import make_backend
         from triton.runtime import driver
 
-        asked = list[str]()
+        reported = list[str]()
         backend = make_backend(driver.active.get_current_target())
 
         def note(**about: Any) -> bool:
-            asked.extend((about["key"], about["repr"]))  # the second has options that no caller gave
+            # `repr` also has options that the caller did not set
+            reported.extend((about["key"], about["repr"]))
             return True  # do not compile
 
         with knobs.runtime.scope():
             knobs.runtime.jit_cache_hook = note
             launch.compile()
-        if not asked:
+        if not reported:
             raise RuntimeError("Triton does not report what it would compile")
-        parts = version_of("triton"), backend.hash(), gpu, source_digest(reader_of(gpu))
-        texts = [source_digest(launch.kernel), *asked, *map(str, parts)]
+        versions = version_of("triton"), backend.hash(), gpu, source_digest(reader_of(gpu))
+        texts = [source_digest(launch.kernel), *reported, *map(str, versions)]
         return hashlib.blake2b("\n".join(texts).encode(), digest_size=8).hexdigest()

@@ -21,23 +21,23 @@ def shown(reports: Sequence[CompileReport], wide: bool = False) -> Table:
 
     With `wide`, it also has target, spills, shared memory, 16-byte accesses and mma.
     """
-    words = "problem", "kernel", *(["target"] if wide else []), "configuration"
+    text_columns = "problem", "kernel", *(["target"] if wide else []), "configuration"
     more = ("spill B", "shared B", "16 B loads", "16 B stores", "mma") if wide else ()
     numbers = "registers", *more, "blocks/SM"
     table = Table(
-        *(Column(name, overflow="fold") for name in words),
+        *(Column(name, overflow="fold") for name in text_columns),
         *(Column(name, justify="right") for name in numbers),
         Column("rejection", overflow="fold"),
     )
     for report in reports:
         c = report.compiled
-        made: tuple[object, ...] = ("",) * len(numbers)
+        figures: tuple[object, ...] = ("",) * len(numbers)
         if c:
             accesses = f"{c.loads_16}/{c.loads}", f"{c.stores_16}/{c.stores}"
             rest = (c.spill_bytes, c.shared_bytes, *accesses, c.mma) if wide else ()
-            made = c.registers, *rest, c.blocks_per_sm
+            figures = c.registers, *rest, c.blocks_per_sm
         names = report.problem, report.kernel, *([report.target] if wide else []), report.config
-        table.add_row(*(escape(str(word)) for word in (*names, *made, report.rejection())))
+        table.add_row(*(escape(str(text)) for text in (*names, *figures, report.rejection())))
     return table
 
 
@@ -60,15 +60,15 @@ def _entry(report: CompileReport, problems: Mapping[str, Problem]) -> dict[str, 
         "target": report.target,
         "config": str(report.config),
     }
-    made = report.compiled
-    if made is None:
+    compiled = report.compiled
+    if compiled is None:
         return entry | {"error": report.error}
-    assert isinstance(made, KeyedCompiled)
+    assert isinstance(compiled, KeyedCompiled)
     left_out = {"key", "digest", "programs"}
-    entry["key"] = made.key
-    entry |= {n: value for n, value in asdict(made).items() if n not in left_out and value != ""}
+    entry["key"] = compiled.key
+    entry |= {n: value for n, value in asdict(compiled).items() if n not in left_out and value != ""}
     problem, rates = problems[report.problem], RATES.get(report.target)
     if rates is None or report.kernel != problem.bucket.op:
         return entry
-    found = predict(problem.work(report.config), made, report.config.warps, made.programs, rates)
-    return entry | {n: float(f"{value:.3g}") for n, value in asdict(found).items() if value is not None}
+    prediction = predict(problem.work(report.config), compiled, report.config.warps, compiled.programs, rates)
+    return entry | {n: float(f"{value:.3g}") for n, value in asdict(prediction).items() if value is not None}

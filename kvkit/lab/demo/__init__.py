@@ -1,1 +1,1 @@
-"""Three conversations: from disk, over prefill and decode engines, and with blended documents."""
+"""Demo conversations: with KV on disk, over prefill and decode engines, and with blended documents."""

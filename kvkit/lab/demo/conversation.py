@@ -114,7 +114,7 @@ def picture(first: list[Turn], second: list[Turn]) -> Figure:
     bars = right.bar([n + 0.2 for n in numbers], warm, 0.36, color="#2e4057", label="with kvkit, from disk")
     right.bar_label(bars, [f"{(t.ttft_cold_s or 0) / t.ttft_s:.0f}×" for t in second], fontsize=9)
     right.set(title="time to first token, 2nd process", xlabel="turn", xticks=numbers, ylabel="seconds")
-    for axes in (left, right):  # below the bars, which fill a panel
+    for axes in (left, right):  # legends go below the panels, which bars fill
         axes.legend(fontsize=8, ncols=3, loc="upper center", bbox_to_anchor=(0.5, -0.18), frameon=False)
     return figure
 
@@ -161,9 +161,9 @@ def converse(
                 emit({"status": f"turn {number}: {len(prompt)} tokens, once more without kvkit"})
                 cold = plain.generate(prompt, ANSWER_TOKENS)
                 turn = replace(turn, ttft_cold_s=cold.ttft_s, identical=cold.tokens == answer.tokens)
-            said = tokenizer.decode(answer.tokens, skip_special_tokens=True).strip()
-            history.append({"role": "assistant", "content": said})
-            emit({"turn": asdict(turn), "question": question, "answer": said})
+            answer_text = tokenizer.decode(answer.tokens, skip_special_tokens=True).strip()
+            history.append({"role": "assistant", "content": answer_text})
+            emit({"turn": asdict(turn), "question": question, "answer": answer_text})
 
 
 def document(tokenizer: Any) -> str:

@@ -76,8 +76,8 @@ def run(
     options = split_options(vllm)
     if lacking := missing("kvkit"):
         raise BenchError(f"demo --pd: {lacking}")
-    with TemporaryDirectory(prefix="kvkit-pd-") as place, ended_by_sigterm():
-        folder = Path(place)
+    with TemporaryDirectory(prefix="kvkit-pd-") as folder_name, ended_by_sigterm():
+        folder = Path(folder_name)
         address = f"unix://{folder}/decode/handoff/socket"
         half, other = _halves(sorted(os.sched_getaffinity(0)))
         name = model_folder(model, console)
@@ -104,8 +104,8 @@ def run(
             engines = [connect("P", prefill), connect("D", decode)]
             pd = converse(connect("router", router), engines, say)
     turns = [
-        PdTurn(a.prompt_tokens, of_p, of_d, a.ttft_s, p.ttft_s, a.text == p.text)
-        for (a, (of_p, of_d)), p in zip(pd, plain, strict=True)
+        PdTurn(a.prompt_tokens, prefill_hits, decode_received, a.ttft_s, p.ttft_s, a.text == p.text)
+        for (a, (prefill_hits, decode_received)), p in zip(pd, plain, strict=True)
     ]
     show(table(turns), console)
     write_figures(json_path, flow=flow, turns=[asdict(turn) for turn in turns])
@@ -125,16 +125,16 @@ def settings(flow: str, address: str, pool: Path) -> dict[str, str]:
     """Return the TOML text of each engine, by role; `address`: D's handoff address, `pool`: shared folder."""
     pools, pulls = flow in ("pool", "both"), flow in ("pull", "both")
     shared = [f'[tiers.pool]\nurl = "file://{pool}"\nscope = "shared"'] if pools else []
-    near = ['[tiers.memory]\ncapacity = "256MiB"'] if pulls else []
-    kept = ["memory"] * pulls + ["pool"] * pools
+    memory_tier = ['[tiers.memory]\ncapacity = "256MiB"'] if pulls else []
+    stored_tiers = ["memory"] * pulls + ["pool"] * pools
     peers = [f'peers = {{ decode = "{address}" }}'] if pulls else []
-    receives = f'[handoff]\nrole = "decode"\nbuffer = "512MiB"\nlisten = ["{address}"]'
-    of_p = _policy(["pool"] * pools + ["decode"] * pulls, ["handoff"])
-    of_d = _policy(["handoff", *kept], kept)
-    head = f'chunk_tokens = {CHUNK_TOKENS}\nstaging = "256MiB"'
+    handoff_table = f'[handoff]\nrole = "decode"\nbuffer = "512MiB"\nlisten = ["{address}"]'
+    prefill_policy = _policy(["pool"] * pools + ["decode"] * pulls, ["handoff"])
+    decode_policy = _policy(["handoff", *stored_tiers], stored_tiers)
+    common = f'chunk_tokens = {CHUNK_TOKENS}\nstaging = "256MiB"'
     return {
-        "prefill": "\n".join([head, *shared, '[handoff]\nrole = "prefill"', *peers, of_p]),
-        "decode": "\n".join([head, *near, *shared, receives, of_d]),
+        "prefill": "\n".join([common, *shared, '[handoff]\nrole = "prefill"', *peers, prefill_policy]),
+        "decode": "\n".join([common, *memory_tier, *shared, handoff_table, decode_policy]),
     }
 
 
@@ -152,7 +152,7 @@ def converse(
         BenchError: a request failed, or the metrics of an engine cannot be read.
     """
     history = ""
-    found = []
+    turns = []
     before = [loaded_tokens(engine) for engine in engines]
     for number, request in enumerate(chat(0, TURNS, WORDS, TURNS), 1):
         history += request.text
@@ -162,10 +162,10 @@ def converse(
             raise BenchError(f"turn {number} of {server.name}: {answer.error}")
         history += answer.text
         after = [loaded_tokens(engine) for engine in engines]
-        grown = [dict(Counter(new) - Counter(old)) for old, new in zip(before, after, strict=True)]
-        found.append((answer, grown))
+        increases = [dict(Counter(new) - Counter(old)) for old, new in zip(before, after, strict=True)]
+        turns.append((answer, increases))
         before = after
-    return found
+    return turns
 
 
 def table(turns: Sequence[PdTurn]) -> Table:
@@ -190,20 +190,20 @@ def table(turns: Sequence[PdTurn]) -> Table:
 
 def draw(turns: Sequence[PdTurn], path: Path) -> None:
     """Draw a panel per turn: P, D and the pool, with an arrow for the tokens that moved each way."""
-    figure, each = panels(len(turns), 3.6, 2.6)
-    for number, (axes, turn) in enumerate(zip(each, turns, strict=True), 1):
+    figure, all_axes = panels(len(turns), 3.6, 2.6)
+    for number, (axes, turn) in enumerate(zip(all_axes, turns, strict=True), 1):
         axes.set(title=f"turn {number}: {turn.prompt_tokens} tokens", xlim=(-0.5, 2.5), ylim=(-0.6, 1.5))
         axes.axis("off")
         computed = max(1, turn.prompt_tokens - sum(turn.prefill_hits.values()))
         own = max(1, turn.prompt_tokens - sum(turn.decode_received.values()))
         boxes = {"P": f"P\ncomputes {computed}", "D": f"D\ncomputes {own}"}
-        ways = _ways(turn)
-        if any(tier == "pool" for _, tier, _ in ways):
+        loads = _ways(turn)
+        if any(tier == "pool" for _, tier, _ in loads):
             boxes["pool"] = "pool"
         for name, text in boxes.items():
             box = {"boxstyle": "round", "fc": "#e8eef4"}
             axes.text(*_PLACES[name], text, ha="center", va="center", bbox=box)
-        for name, tier, tokens in ways:
+        for name, tier, tokens in loads:
             origin = _FROM[tier]
             (x, y), (to_x, to_y) = _PLACES[origin], _PLACES[name]
             lift = 0.15 if (origin, name) == ("D", "P") else -0.15 if origin == "P" else 0.0

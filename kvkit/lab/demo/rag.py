@@ -103,8 +103,8 @@ def run(model: str | None, vllm: str, json_path: Path, png_path: Path, console: 
         name = model_folder(model, console)
         share = memory.share(name, tiers=(1 << 30) + STAGING_BYTES, most=BLOCK_BYTES, options=options)
         console.print(share.words, highlight=False, soft_wrap=True)
-        chosen = ("--enable-prefix-caching", "--max-logprobs", str(LISTED), *share.options, *options)
-        setup = Setup(name, 1, None, chosen, Path(folder), memory=share.words)
+        vllm_options = ("--enable-prefix-caching", "--max-logprobs", str(LISTED), *share.options, *options)
+        setup = Setup(name, 1, None, vllm_options, Path(folder), memory=share.words)
         tokenizer = load_tokenizer(name)
         documents = texts(tokenizer)
         warm = turn_request(tokenizer, documents[len(CODES) :], [], 0)
@@ -141,15 +141,15 @@ def converse(
     say(f"{server.name}: warming up")
     _answer(server, warm)
     history: list[dict[str, str]] = []
-    found = []
+    turns = []
     for number, order in enumerate(ORDERS):
         request = turn_request(tokenizer, [documents[d] for d in order], history, number)
         say(f"{server.name}: turn {number + 1} of {len(ORDERS)}")
         answer = _answer(server, request)
-        found.append((request, answer))
-        said = f"{_lead(number)}{answer.text.strip()}"
-        history += [_user(_question(number)), {"role": "assistant", "content": said}]
-    return found
+        turns.append((request, answer))
+        answer_text = f"{_lead(number)}{answer.text.strip()}"
+        history += [_user(_question(number)), {"role": "assistant", "content": answer_text}]
+    return turns
 
 
 def replay(
@@ -170,16 +170,16 @@ def replay(
         say(f"{server.name}: turn {number} of {len(plain)}")
         before = blend_tokens(server)
         answer = _answer(server, request)
-        grown = blend_tokens(server) - before
-        if not grown["reused"]:
+        increase = blend_tokens(server) - before
+        if not increase["reused"]:
             raise BenchError(f"turn {number} was not blended: none of its documents was found")
         turns.append(
             BlendTurn(
                 prompt_tokens=answer.prompt_tokens,
-                exact_tokens=grown["exact"],
-                blended_tokens=grown["reused"] - grown["selected"],
-                recomputed_tokens=grown["selected"],
-                computed_tokens=grown["computed"],
+                exact_tokens=increase["exact"],
+                blended_tokens=increase["reused"] - increase["selected"],
+                recomputed_tokens=increase["selected"],
+                computed_tokens=increase["computed"],
                 ttft_s=answer.ttft_s,
                 ttft_cold_s=cold.ttft_s,
                 kl=divergence(cold.top or {}, answer.top or {}),
@@ -194,20 +194,22 @@ def replay(
 
 def index(server: Target, request: CompletionRequest) -> None:
     """Make `server` compute and store each document of a request, after the text before the first one."""
-    before = request.text[: request.documents[0][0]]
+    prefix = request.text[: request.documents[0][0]]
     for start, stop in request.documents:
-        text = before + request.text[start:stop]
-        alone = CompletionRequest(0, text, False, max_tokens=1, documents=((len(before), len(text)),))
-        _answer(server, alone)
+        text = prefix + request.text[start:stop]
+        document_request = CompletionRequest(
+            0, text, False, max_tokens=1, documents=((len(prefix), len(text)),)
+        )
+        _answer(server, document_request)
 
 
 def turn_request(
     tokenizer: Any, documents: Sequence[str], history: Sequence[dict[str, str]], number: int
 ) -> CompletionRequest:
     """Return the request of a turn: documents, the conversation so far, and the turn's question."""
-    said = [*history, _user(_question(number))]
-    said[0] = _user("\n\n".join([TASK, *documents, said[0]["content"]]))
-    text = render_text(tokenizer, said).removeprefix(tokenizer.bos_token or "") + _lead(number)
+    messages = [*history, _user(_question(number))]
+    messages[0] = _user("\n\n".join([TASK, *documents, messages[0]["content"]]))
+    text = render_text(tokenizer, messages).removeprefix(tokenizer.bos_token or "") + _lead(number)
     starts = [text.index(document) for document in documents]
     spans = tuple((start, start + len(d)) for start, d in zip(starts, documents, strict=True))
     return CompletionRequest(0, text, True, ANSWER_TOKENS, documents=spans, answer=CODES[ASKED[number]])
@@ -217,15 +219,15 @@ def texts(tokenizer: Any) -> list[str]:
     """Return documents from Python's documentation, each with an access code; the last two for warm-up."""
     from pydoc_data.topics import topics
 
-    before = render_text(tokenizer, [_user(TASK)]).partition(TASK)[0] + TASK
-    room = DOCUMENT_TOKENS - _count(tokenizer, before)
+    prefix = render_text(tokenizer, [_user(TASK)]).partition(TASK)[0] + TASK
+    document_tokens = DOCUMENT_TOKENS - _count(tokenizer, prefix)
     long = sorted((text.strip() for text in topics.values() if len(text) > 4 * DOCUMENT_TOKENS), key=len)
-    found = []
+    documents = []
     for text, name, code in zip(long, NAMES, (*CODES, "10000", "10000"), strict=False):
-        cut = room - _count(tokenizer, told("", name, code))
-        ids = tokenizer(text, add_special_tokens=False)["input_ids"][:cut]
-        found.append(told(tokenizer.decode(ids), name, code).strip())
-    return found
+        text_tokens = document_tokens - _count(tokenizer, told("", name, code))
+        ids = tokenizer(text, add_special_tokens=False)["input_ids"][:text_tokens]
+        documents.append(told(tokenizer.decode(ids), name, code).strip())
+    return documents
 
 
 def divergence(plain: Mapping[str, float], ours: Mapping[str, float]) -> float:
@@ -244,9 +246,9 @@ def table(turns: Sequence[BlendTurn]) -> Table:
     kinds = ("exact", "blended", "recomputed", "computed")
     heads = ("exact", "blended", "re-\ncomputed", "computed")
     columns = ("turn", "prompt", *heads, "plain\nTTFT", "TTFT", "speedup", "KL", "right")
-    words = "tokens of prompts, times to the first token; right: plain vLLM/vLLM that blends"
+    caption = "tokens of prompts, times to the first token; right: plain vLLM/vLLM that blends"
     numbers = (Column(name, justify="right") for name in columns)
-    shown = Table(*numbers, caption=words, box=None, padding=(0, 1, 0, 0))  # within 80 columns
+    shown = Table(*numbers, caption=caption, box=None, padding=(0, 1, 0, 0))  # within 80 columns
     for number, turn in enumerate(turns, 1):
         shown.add_row(
             *(str(number), str(turn.prompt_tokens)),
@@ -277,7 +279,7 @@ def picture(turns: Sequence[BlendTurn]) -> Figure:
     right.bar_label(bars, [f"{c / o:.1f}×" for c, o in zip(cold, ours, strict=True)], fontsize=9)
     right.set(title="time to first token", xlabel="turn, KL of the first token", ylabel="seconds")
     right.set_xticks(numbers, [f"{n}\n{turn.kl:.3f}" for n, turn in zip(numbers, turns, strict=True)])
-    for axes in (left, right):  # below the bars, which fill a panel
+    for axes in (left, right):  # legends go below the panels, which bars fill
         axes.legend(fontsize=8, ncols=4, loc="upper center", bbox_to_anchor=(0.5, -0.18), frameon=False)
     return figure
 

@@ -54,22 +54,22 @@ def prove(
             command = command_of(options, proof.seed)
             say(command)
             verdicts = run(proof, timed(console))
-        words = words_of(proof.dtype, proof.engine.unseen)
+        comparison = words_of(proof.dtype, proof.engine.unseen)
         facts = {
             "command": command,
             "connector": options.kv_transfer_config,
             "model": options.model or "SmolLM2-135M-Instruct",
             "dtype": proof.dtype,
             "seed": proof.seed,
-            "compared": words,
+            "compared": comparison,
             "wall_s": round(time.monotonic() - began, 1),
             "cpu_s": _cpu_s(),
         }
         show(shown(verdicts), console)
-        say(words)
-        for one in verdicts:
-            if one.outcome in ("differs", "not proven"):
-                say(f"to repeat: {command_of(options, proof.seed, one.scenario)}")
+        say(comparison)
+        for verdict in verdicts:
+            if verdict.outcome in ("differs", "not proven"):
+                say(f"to repeat: {command_of(options, proof.seed, verdict.scenario)}")
         _write(verdicts, facts, json_path, html_path)
         say(f"verdicts: {json_path}\npage: {html_path}")
     except (BenchError, ModelError, OSError) as error:
@@ -82,8 +82,8 @@ def _cpu_s() -> float:
     """Return the CPU time of this process and its ended children, in seconds."""
     import resource
 
-    everybody = (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)
-    return round(sum(sum(resource.getrusage(who)[:2]) for who in everybody), 1)
+    processes = (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)
+    return round(sum(sum(resource.getrusage(process)[:2]) for process in processes), 1)
 
 
 def _write(
@@ -96,6 +96,6 @@ def _write(
     from kvkit.lab.files import write_figures
     from kvkit.lab.prove.report import html, versions
 
-    named = versions()
-    write_figures(json_path, **facts, packages=named, verdicts=[asdict(one) for one in verdicts])
-    html_path.write_text(html(verdicts, {**facts, **named}, time.time()), encoding="utf-8")
+    packages = versions()
+    write_figures(json_path, **facts, packages=packages, verdicts=[asdict(verdict) for verdict in verdicts])
+    html_path.write_text(html(verdicts, {**facts, **packages}, time.time()), encoding="utf-8")

@@ -153,8 +153,8 @@ class ProvedEngine:
         folder.mkdir(exist_ok=True)
         self._watched = folder
         try:
-            told = self._post("/collective_rpc", {"method": "prove_watch", "args": [str(folder)]})
-            self.dtype, self.unseen = told["results"][0]["dtype"], ""
+            reply = self._post("/collective_rpc", {"method": "prove_watch", "args": [str(folder)]})
+            self.dtype, self.unseen = reply["results"][0]["dtype"], ""
         except _FAILURES as error:
             self.unseen = f"the engine has no probe ({str(error)[:80]})"
 
@@ -181,9 +181,9 @@ class ProvedEngine:
         """
         found = samples(self._target, [name.removesuffix("_total") for name in _COUNTED])
         counted: Counter[str] = Counter()
-        for one in found:
-            if one.name in _COUNTED:
-                counted[_COUNTED[one.name]] += int(one.value)
+        for sample in found:
+            if sample.name in _COUNTED:
+                counted[_COUNTED[sample.name]] += int(sample.value)
         return counted
 
     def capacity(self) -> int:
@@ -192,9 +192,9 @@ class ProvedEngine:
         Raises:
             BenchError: the engine does not report it.
         """
-        for one in samples(self._target, ["vllm:cache_config_info", "vllm:cache_config"]):
+        for sample in samples(self._target, ["vllm:cache_config_info", "vllm:cache_config"]):
             with suppress(LookupError, ValueError):
-                return int(one.labels["num_gpu_blocks"]) * int(one.labels["block_size"])
+                return int(sample.labels["num_gpu_blocks"]) * int(sample.labels["block_size"])
         raise BenchError(f"{self._target.url} does not report how many blocks it has")
 
     def forget(self) -> bool:
@@ -205,12 +205,12 @@ class ProvedEngine:
         """Preempt all running requests; the engine schedules them again."""
         self._reset("reset_running_requests=true")
 
-    def _reset(self, how: str) -> bool:
-        """Reset the prefix cache; retry while blocks are not free, as those that a connector saves from."""
+    def _reset(self, query: str) -> bool:
+        """Reset the prefix cache; retry while blocks are in use, as by a connector that saves them."""
         deadline = time.monotonic() + _START_S
         while time.monotonic() < deadline:
             try:
-                if self._post(f"/reset_prefix_cache?{how}", {})["success"]:
+                if self._post(f"/reset_prefix_cache?{query}", {})["success"]:
                     return True
             except _FAILURES:
                 return False
@@ -229,9 +229,9 @@ class ProvedEngine:
             for event in begun:
                 event.wait(_TIMEOUT_S)
             then()
-        found = [answer.result() for answer in answers]
+        replies = [answer.result() for answer in answers]
         workers.close(_TIMEOUT_S)
-        return found
+        return replies
 
     def leave(self, queries: Sequence[SentPrompt], then: Callable[[], None]) -> bool:
         """Send prompts, call `then` while they are computed, and abandon the answers.
@@ -268,9 +268,9 @@ class ProvedEngine:
                 for choice in event.get("choices") or ():
                     finished = finished or choice.get("finish_reason") == "length"
                     tokens += choice.get("token_ids") or ()
-                    if told := choice.get("logprobs"):
-                        logprobs += told["token_logprobs"]
-                        likely += [_ids(top) for top in told["top_logprobs"]]
+                    if reported := choice.get("logprobs"):
+                        logprobs += reported["token_logprobs"]
+                        likely += [_ids(top) for top in reported["top_logprobs"]]
                     begun()
         except _FAILURES as error:
             return Reply(error=f"{type(error).__name__}: {str(error)[:300]}")
@@ -282,10 +282,10 @@ class ProvedEngine:
 
     def compute(self, query: SentPrompt) -> dict[str, Any]:
         """Compute a prompt for another engine; return the kv_transfer_params to send to that engine."""
-        asked = {"do_remote_decode": True, "do_remote_prefill": False}
-        body = self._body(query) | {"max_tokens": 1, "stream": False, "kv_transfer_params": asked}
-        found: dict[str, Any] = self._post("/v1/completions", body)["kv_transfer_params"]
-        return found
+        request = {"do_remote_decode": True, "do_remote_prefill": False}
+        body = self._body(query) | {"max_tokens": 1, "stream": False, "kv_transfer_params": request}
+        params: dict[str, Any] = self._post("/v1/completions", body)["kv_transfer_params"]
+        return params
 
     def _body(self, query: SentPrompt) -> dict[str, Any]:
         body: dict[str, Any] = {
@@ -323,11 +323,11 @@ def opening(engines: Sequence[ProvedEngine], beside: bool) -> Iterator[list[Call
     waits until no engine is starting; it closes none.
     """
     workers = Workers(len(engines), "prove")
-    begun = [workers.submit(engine.open) for engine in engines] if beside else []
+    started = [workers.submit(engine.open) for engine in engines] if beside else []
     try:
-        yield [one.result for one in begun] or [engine.open for engine in engines]
+        yield [future.result for future in started] or [engine.open for engine in engines]
     finally:
-        wait(begun)
+        wait(started)
         workers.close(_TIMEOUT_S)
 
 
@@ -338,6 +338,6 @@ def _ids(top: dict[str, float]) -> dict[int, float]:
 def with_adapter(launch: EngineLaunch, folder: Path) -> EngineLaunch:
     """Return `launch` with the LoRA adapter in `folder`, which requests select as `ADAPTER`."""
     rank = int(json.loads((folder / "adapter_config.json").read_text())["r"])
-    allowed = next(size for size in (8, 16, 32, 64, 128, 256, 320, 512) if size >= rank)
-    more = ("--enable-lora", "--max-loras", "1", "--max-lora-rank", str(allowed))
-    return replace(launch, options=(*launch.options, *more, "--lora-modules", f"{ADAPTER}={folder}"))
+    max_rank = next(size for size in (8, 16, 32, 64, 128, 256, 320, 512) if size >= rank)
+    lora_options = ("--enable-lora", "--max-loras", "1", "--max-lora-rank", str(max_rank))
+    return replace(launch, options=(*launch.options, *lora_options, "--lora-modules", f"{ADAPTER}={folder}"))

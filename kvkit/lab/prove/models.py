@@ -53,10 +53,10 @@ class ChangedWeights:
         with safe_open(self._before, framework="pt") as weights:
             names = list(weights.keys())
             tensors: dict[str, torch.Tensor] = {name: weights.get_tensor(name) for name in names}
-            told = weights.metadata()
+            metadata = weights.metadata()
         tensors[self.tensor] = tensors[self.tensor] * _FACTOR
         self._file.unlink()
-        save_file(tensors, self._file, told)
+        save_file(tensors, self._file, metadata)
 
     def restore(self) -> None:
         """Restore the original tensor."""
@@ -74,20 +74,29 @@ def make_adapter(model: Path, folder: Path) -> Path:
     from safetensors import safe_open
     from safetensors.torch import save_file
 
-    made, tensors = torch.Generator().manual_seed(_ADAPTER_SEED), {}
+    generator, tensors = torch.Generator().manual_seed(_ADAPTER_SEED), {}
     for file in sorted(model.glob("*.safetensors")):
         with safe_open(file, framework="pt") as weights:
             names = list(weights.keys())
             for name in names:
                 if name.endswith(("self_attn.k_proj.weight", "self_attn.v_proj.weight")):
-                    out, into = weights.get_slice(name).get_shape()
-                    at = f"base_model.model.{name.removesuffix('.weight')}"
-                    tensors[f"{at}.lora_A.weight"] = torch.randn(_RANK, into, generator=made) * _SCALE
-                    tensors[f"{at}.lora_B.weight"] = torch.randn(out, _RANK, generator=made) * _SCALE
+                    out_features, in_features = weights.get_slice(name).get_shape()
+                    prefix = f"base_model.model.{name.removesuffix('.weight')}"
+                    tensors[f"{prefix}.lora_A.weight"] = (
+                        torch.randn(_RANK, in_features, generator=generator) * _SCALE
+                    )
+                    tensors[f"{prefix}.lora_B.weight"] = (
+                        torch.randn(out_features, _RANK, generator=generator) * _SCALE
+                    )
     if not tensors:
         raise BenchError(f"{model} has no k_proj and v_proj: name an adapter with --lora")
     folder.mkdir()
     save_file(tensors, folder / "adapter_model.safetensors")
-    told = {"peft_type": "LORA", "r": _RANK, "lora_alpha": _RANK, "target_modules": ["k_proj", "v_proj"]}
-    (folder / "adapter_config.json").write_text(json.dumps(told))
+    adapter_config = {
+        "peft_type": "LORA",
+        "r": _RANK,
+        "lora_alpha": _RANK,
+        "target_modules": ["k_proj", "v_proj"],
+    }
+    (folder / "adapter_config.json").write_text(json.dumps(adapter_config))
     return folder

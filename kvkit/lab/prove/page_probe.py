@@ -58,7 +58,7 @@ class PageProbe:
 
 
 class _Watch:
-    """Follow a model runner's requests by the scheduler's output."""
+    """Track the requests of a model runner by the scheduler's output."""
 
     def __init__(self, runner: Any, rank: int) -> None:
         self.folder = Path()
@@ -82,48 +82,52 @@ class _Watch:
             self._running[new.req_id] = _Followed(prompt_name(tokens, adapter), len(tokens), blocks)
             computed[new.req_id] = new.num_computed_tokens
             self.skipped += new.num_computed_tokens
-        again = scheduled.scheduled_cached_reqs
+        cached = scheduled.scheduled_cached_reqs
         for name, ids, count in zip(
-            again.req_ids, again.new_block_ids, again.num_computed_tokens, strict=True
+            cached.req_ids, cached.new_block_ids, cached.num_computed_tokens, strict=True
         ):
             computed[name] = count
-            if (one := self._running.get(name)) is None:
+            if (followed := self._running.get(name)) is None:
                 continue
-            if name in again.resumed_req_ids:
-                one.blocks, one.taken = tuple(list(group) for group in ids), False
+            if name in cached.resumed_req_ids:
+                followed.blocks, followed.taken = tuple(list(group) for group in ids), False
                 self.skipped += count
             elif ids is not None:
-                for held, group in zip(one.blocks, ids, strict=True):
-                    held.extend(group)
-        for name, one in self._running.items():
-            there = computed.get(name, 0) + scheduled.num_scheduled_tokens.get(name, 0)
-            if name in computed and not one.taken and there >= one.prompt_tokens:
-                one.taken = True
-                self._write(one)
+                for known_blocks, group in zip(followed.blocks, ids, strict=True):
+                    known_blocks.extend(group)
+        for name, followed in self._running.items():
+            computed_tokens = computed.get(name, 0) + scheduled.num_scheduled_tokens.get(name, 0)
+            if name in computed and not followed.taken and computed_tokens >= followed.prompt_tokens:
+                followed.taken = True
+                self._write(followed)
 
-    def _write(self, one: _Followed) -> None:
+    def _write(self, request: _Followed) -> None:
         from safetensors.torch import save_file
 
-        number = self._written[one.name]
-        self._written[one.name] += 1
-        path = self.folder / f"{one.name}.{number}.rank{self._rank}"
-        save_file(dict(self._pages(one)), path.with_suffix(".part"))
+        number = self._written[request.name]
+        self._written[request.name] += 1
+        path = self.folder / f"{request.name}.{number}.rank{self._rank}"
+        save_file(dict(self._pages(request)), path.with_suffix(".part"))
         path.with_suffix(".part").rename(f"{path}.safetensors")
 
-    def _pages(self, one: _Followed) -> Iterator[tuple[str, torch.Tensor]]:
+    def _pages(self, request: _Followed) -> Iterator[tuple[str, torch.Tensor]]:
         """Yield each attention layer's full blocks of the prompt, `[B, H, N, C]`; NaN for missing blocks."""
-        places = 0
-        for group, blocks in zip(self._config.kv_cache_groups, one.blocks, strict=True):
+        layer_number = 0
+        for group, blocks in zip(self._config.kv_cache_groups, request.blocks, strict=True):
             ids = torch.tensor(
-                blocks[: one.prompt_tokens // group.kv_cache_spec.block_size], dtype=torch.long
+                blocks[: request.prompt_tokens // group.kv_cache_spec.block_size], dtype=torch.long
             )
             for layer in group.layer_names:
                 pages = getattr(self._layers.get(layer), "kv_cache", None)
                 if not isinstance(pages, torch.Tensor) or pages.ndim != 4 or not pages.is_floating_point():
                     continue
-                each = pages.shape[0] // self._config.num_blocks  # the kernel's blocks may be smaller
-                at = (ids[:, None] * each + torch.arange(each)).flatten().to(pages.device)
-                found = pages[at].cpu()
-                found[at.cpu() < each] = float("nan")  # vLLM's null block stands for missing ones
-                places += 1
-                yield f"{places:04d} {layer}", found.contiguous()
+                # the kernel's blocks may be smaller than vLLM's
+                kernel_blocks = pages.shape[0] // self._config.num_blocks
+                indices = (
+                    (ids[:, None] * kernel_blocks + torch.arange(kernel_blocks)).flatten().to(pages.device)
+                )
+                block_pages = pages[indices].cpu()
+                # vLLM's null block stands for missing blocks
+                block_pages[indices.cpu() < kernel_blocks] = float("nan")
+                layer_number += 1
+                yield f"{layer_number:04d} {layer}", block_pages.contiguous()

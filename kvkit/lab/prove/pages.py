@@ -22,16 +22,16 @@ def compare_files(reference: Path, found: Path, name: str, tolerance: float) -> 
     """
     from safetensors.torch import load_file
 
-    compared, wrong = 0, ""
+    compared, first_difference = 0, ""
     for path in sorted(found.glob(f"{name}.*.safetensors")):
         rank = path.name.split(".")[2]
-        known = sorted(reference.glob(f"{name}.*.{rank}.safetensors"))
-        if known:
-            count, where = compare_pages(load_file(known[0]), load_file(path), tolerance)
+        reference_paths = sorted(reference.glob(f"{name}.*.{rank}.safetensors"))
+        if reference_paths:
+            count, difference = compare_pages(load_file(reference_paths[0]), load_file(path), tolerance)
             compared += count
-            wrong = wrong or (f"{rank}, {where}" if where else "")
+            first_difference = first_difference or (f"{rank}, {difference}" if difference else "")
         path.unlink()
-    return compared, wrong
+    return compared, first_difference
 
 
 def compare_pages(
@@ -47,20 +47,20 @@ def compare_pages(
     Returns:
         the number of pages compared, and the first page that differs, in words; empty: none.
     """
-    compared, wrong = 0, []
+    compared, differing = 0, []
     for layer in sorted(expected):
-        one, other = expected[layer].float(), found[layer].float()
-        there = ~(one.isnan() | other.isnan()).flatten(2).all(2)
-        compared += int(there.sum())
-        scale = one.nan_to_num().abs().max().item() or 1.0
-        apart = (one - other).abs().nan_to_num(float("inf")).flatten(2).amax(2) / scale
-        for block, head in ((apart > tolerance) & there).nonzero().tolist():
-            share = apart[block, head].item()
-            wrong.append((block, layer.partition(" ")[2], head, share))
-    if not wrong:
+        expected_layer, found_layer = expected[layer].float(), found[layer].float()
+        present = ~(expected_layer.isnan() | found_layer.isnan()).flatten(2).all(2)
+        compared += int(present.sum())
+        scale = expected_layer.nan_to_num().abs().max().item() or 1.0
+        differences = (expected_layer - found_layer).abs().nan_to_num(float("inf")).flatten(2).amax(2) / scale
+        for block, head in ((differences > tolerance) & present).nonzero().tolist():
+            share = differences[block, head].item()
+            differing.append((block, layer.partition(" ")[2], head, share))
+    if not differing:
         return compared, ""
-    block, layer, head, share = wrong[0]
+    block, layer, head, share = differing[0]
     return compared, (
-        f"layer {layer}, block {block}, head {head} is the first of {len(wrong)} pages that differ "
+        f"layer {layer}, block {block}, head {head} is the first of {len(differing)} pages that differ "
         f"(of {compared}): by {share:.2g} of the layer's largest element, {tolerance:g} is tolerated"
     )

@@ -36,7 +36,7 @@ _CONNECTOR = {
 _BLOCKS = 12
 """Chunks that fit in an engine's blocks: few, so that the blocks are soon full."""
 _BLOCK_BYTES, _BESIDE_BYTES = 1 << 30, 1 << 30
-"""Most bytes of an engine's blocks; bytes reserved for a connector."""
+"""Maximum bytes of an engine's blocks; bytes reserved for a connector."""
 _LONGEST = 8
 """Longest prompt with its answer, in chunks."""
 
@@ -47,12 +47,12 @@ def chosen(names: str) -> list[Scenario]:
     Raises:
         BenchError: a name is unknown.
     """
-    known = {one.name: one for one in SCENARIOS}
-    wanted = [name.strip() for name in names.split(",") if name.strip()] or list(known)
-    for name in wanted:
+    known = {scenario.name: scenario for scenario in SCENARIOS}
+    requested = [name.strip() for name in names.split(",") if name.strip()] or list(known)
+    for name in requested:
         if name not in known:
             raise BenchError(f"scenarios = {name!r}: want some of {', '.join(known)}")
-    return [one for one in SCENARIOS if one.name in wanted]
+    return [scenario for scenario in SCENARIOS if scenario.name in requested]
 
 
 def transfer_of(text: str, folder: Path, chunk_tokens: int) -> dict[str, Any]:
@@ -73,22 +73,22 @@ def transfer_of(text: str, folder: Path, chunk_tokens: int) -> dict[str, Any]:
     if text.isidentifier():
         return {"kv_connector": text, "kv_role": "kv_both", "kv_load_failure_policy": "recompute"}
     try:
-        found = json.loads(text if text.lstrip().startswith("{") else Path(text).read_text())
+        transfer = json.loads(text if text.lstrip().startswith("{") else Path(text).read_text())
     except (OSError, ValueError) as error:
         raise BenchError(f"kv_transfer_config = {text!r}: {error}; want a name, JSON or a file") from error
-    if not isinstance(found, dict) or "kv_connector" not in found:
+    if not isinstance(transfer, dict) or "kv_connector" not in transfer:
         raise BenchError(f"kv_transfer_config = {text!r}: want an object with kv_connector")
-    return found
+    return transfer
 
 
 def command_of(options: ProveOptions, seed: int, scenarios: str = "") -> str:
     """Return the command that repeats the run, with all scenarios or some of them."""
-    words = ["kvkit", "prove", "--seed", str(seed)]
-    given = asdict(options) | {"seed": None, "scenarios": scenarios or options.scenarios}
-    for name, value in given.items():
+    command = ["kvkit", "prove", "--seed", str(seed)]
+    settings = asdict(options) | {"seed": None, "scenarios": scenarios or options.scenarios}
+    for name, value in settings.items():
         if value:
-            words += [f"--{name.replace('_', '-')}", str(value)]
-    return shlex.join(words)
+            command += [f"--{name.replace('_', '-')}", str(value)]
+    return shlex.join(command)
 
 
 @contextmanager
@@ -108,20 +108,20 @@ def prepared(options: ProveOptions, console: Console) -> Iterator[ToProve]:
         )
     scenarios = chosen(options.scenarios)
     seed = secrets.randbelow(10**6) if options.seed is None else options.seed
-    lacks: dict[str, str] = {}
+    unavailable: dict[str, str] = {}
     if options.store_pid is None:
-        lacks["store"] = "the store's process is not known: name it with --store-pid"
+        unavailable["store"] = "the store's process is not known: name it with --store-pid"
     with TemporaryDirectory(prefix="kvkit-prove-") as name:
         folder, weights, changed = Path(name), None, None
         if options.url is not None and options.reference is not None:
-            lacks |= dict.fromkeys(("own", "weights"), "the engine was not started here")
-            lacks["adapter"] = "it is not known whether the engines have an adapter"
+            unavailable |= dict.fromkeys(("own", "weights"), "the engine was not started here")
+            unavailable["adapter"] = "it is not known whether the engines have an adapter"
             reference: EngineLaunch | str = options.reference
             engine = ProvedEngine("engine", options.url)
         else:
             if reason := missing("plain"):
                 raise BenchError(reason)
-            launch, weights = _launch(options, folder, dtype, lacks, console)
+            launch, weights = _launch(options, folder, dtype, unavailable, console)
             reference = launch
             if weights is not None and any(map(changes_weights, scenarios)):
                 changed = replace(launch, model=_changed(weights, folder / "changed-model"))
@@ -137,29 +137,29 @@ def prepared(options: ProveOptions, console: Console) -> Iterator[ToProve]:
             changed_reference=changed,
             weights=weights,
             store_pid=options.store_pid,
-            missing=lacks,
+            missing=unavailable,
         )
 
 
 def _launch(
-    options: ProveOptions, folder: Path, dtype: str, lacks: dict[str, str], console: Console
+    options: ProveOptions, folder: Path, dtype: str, unavailable: dict[str, str], console: Console
 ) -> tuple[EngineLaunch, ChangedWeights | None]:
-    """Return how to start the reference, and its weights. Mutates `lacks`: adds what is missing, and why."""
+    """Return how to start the reference, and its weights. Adds missing requirements to `unavailable`."""
     model, weights = model_folder(options.model, console), None
     if Path(model).is_dir():
         model = str(linked(Path(model), folder / "model"))
         try:
             weights = ChangedWeights(Path(model))
         except BenchError as error:
-            lacks["weights"] = str(error)
+            unavailable["weights"] = str(error)
     else:
-        lacks["weights"] = f"{model} is not a folder: its weights cannot be changed"
-    given = split_options(options.vllm)
-    share, beside = _share(model, 1 if options.prefill_config is None else 2, given)
-    more = (*share.options, *given)
-    block = int(dict(pairwise(more)).get("--block-size", 16 if gpu_name() else 128))
+        unavailable["weights"] = f"{model} is not a folder: its weights cannot be changed"
+    vllm_options = split_options(options.vllm)
+    share, beside = _share(model, 1 if options.prefill_config is None else 2, vllm_options)
+    extra_options = (*share.options, *vllm_options)
+    block = int(dict(pairwise(extra_options)).get("--block-size", 16 if gpu_name() else 128))
     chunk = options.chunk_tokens
-    own = {
+    engine_options = {
         "--dtype": dtype,
         "--max-model-len": _LONGEST * chunk,
         "--max-num-batched-tokens": chunk,
@@ -167,38 +167,40 @@ def _launch(
         "--num-gpu-blocks-override": _BLOCKS * chunk // block,
         "--worker-extension-cls": PROBE,
     }
-    words = [str(word) for pair in own.items() for word in pair]
-    words.append("--no-enable-prefix-caching")
+    arguments = [str(word) for pair in engine_options.items() for word in pair]
+    arguments.append("--no-enable-prefix-caching")
     environment = dict(os.environ)
-    if gpu_name() is None:  # it starts sooner
-        words.append("--enforce-eager")
+    if gpu_name() is None:  # eager mode starts sooner
+        arguments.append("--enforce-eager")
         environment.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
         environment.setdefault("OMP_WAIT_POLICY", "passive")  # spinning threads slow down the other engines
-    launch = EngineLaunch(model, (*words, *more), folder, environment, beside=beside)
+    launch = EngineLaunch(model, (*arguments, *extra_options), folder, environment, beside=beside)
     try:
         adapter = options.lora or make_adapter(Path(model), folder / "adapter")
     except BenchError as error:
-        lacks["adapter"] = str(error)
+        unavailable["adapter"] = str(error)
     else:
         launch = with_adapter(launch, adapter.absolute())
     return launch, weights
 
 
-def _share(model: str, servers: int, given: Sequence[str]) -> tuple[memory.Share, bool]:
+def _share(model: str, servers: int, vllm_options: Sequence[str]) -> tuple[memory.Share, bool]:
     """Return each engine's share of memory, and whether all may start at once with both references.
 
     Raises:
         MemoryTooSmall: not even `servers` engines fit.
     """
 
-    def of(servers: int) -> memory.Share:
-        return memory.share(model, servers=servers, tiers=_BESIDE_BYTES, most=_BLOCK_BYTES, options=given)
+    def share_for(servers: int) -> memory.Share:
+        return memory.share(
+            model, servers=servers, tiers=_BESIDE_BYTES, most=_BLOCK_BYTES, options=vllm_options
+        )
 
     if gpu_name() is None:  # on a GPU, a starting vLLM measures free memory: one at a time
         with suppress(memory.MemoryTooSmall):
-            share = of(servers + 2)
+            share = share_for(servers + 2)
             return share, share.block_bytes is not None
-    return of(servers), False
+    return share_for(servers), False
 
 
 def _changed(weights: ChangedWeights, folder: Path) -> str:
@@ -215,8 +217,13 @@ def _with_connector(options: ProveOptions, launch: EngineLaunch, folder: Path) -
         transfer = transfer_of(text, folder, options.chunk_tokens)
         return replace(launch, transfer=transfer, environment={**launch.environment, **port})
 
-    one = with_transfer(options.kv_transfer_config)
+    connected = with_transfer(options.kv_transfer_config)
     if options.prefill_config is not None:
-        return ProvedEngine("engine", one, ProvedEngine("prefill", with_transfer(options.prefill_config)))
+        return ProvedEngine(
+            "engine", connected, ProvedEngine("prefill", with_transfer(options.prefill_config))
+        )
     off, on = "--no-enable-prefix-caching", "--enable-prefix-caching"
-    return ProvedEngine("engine", replace(one, options=tuple(on if w == off else w for w in one.options)))
+    return ProvedEngine(
+        "engine",
+        replace(connected, options=tuple(on if option == off else option for option in connected.options)),
+    )

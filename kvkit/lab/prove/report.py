@@ -28,43 +28,45 @@ def versions() -> dict[str, str]:
 
 def words_of(dtype: str, unseen: str) -> str:
     """Describe what was compared, and with which tolerances."""
-    said = f"log-probabilities: {LOGPROB_TOLERANCE[dtype]:g} nats are tolerated in {dtype}"
+    logprobs = f"log-probabilities: {LOGPROB_TOLERANCE[dtype]:g} nats are tolerated in {dtype}"
     pages = f"pages: {PAGE_TOLERANCE[dtype]:g} of a layer's largest element"
-    return f"{said}; {f'pages are not compared: {unseen}' if unseen else pages}"
+    return f"{logprobs}; {f'pages are not compared: {unseen}' if unseen else pages}"
 
 
 def shown(verdicts: Sequence[ScenarioVerdict]) -> Table:
     """Return the verdicts as a table."""
-    made = Table(*_COLUMNS[:2], *(Column(name, justify="right") for name in _COLUMNS[2:5]), _COLUMNS[5])
-    for one in verdicts:
-        outcome = f"[{_STYLES[one.outcome]}]{one.outcome}[/]"
-        told = [""] * 3 if one.outcome == "not run" else _figures(one)
-        made.add_row(one.scenario, outcome, *told, plain(one.why))
-    return made
+    verdict_table = Table(
+        *_COLUMNS[:2], *(Column(name, justify="right") for name in _COLUMNS[2:5]), _COLUMNS[5]
+    )
+    for verdict in verdicts:
+        outcome = f"[{_STYLES[verdict.outcome]}]{verdict.outcome}[/]"
+        figures = [""] * 3 if verdict.outcome == "not run" else _figures(verdict)
+        verdict_table.add_row(verdict.scenario, outcome, *figures, plain(verdict.why))
+    return verdict_table
 
 
 def html(verdicts: Sequence[ScenarioVerdict], facts: Mapping[str, Any], now: float) -> str:
     """Return the HTML page. `facts`: name and value of each row; `now`: seconds since 1970."""
-    meanings = {one.name: one.meaning for one in SCENARIOS}
+    meanings = {scenario.name: scenario.meaning for scenario in SCENARIOS}
     rows = [
-        cell(one.scenario)
-        + cell(meanings[one.scenario])
-        + cell(one.outcome, _CELLS.get(one.outcome, ""))
-        + "".join(map(number, _figures(one)))
-        + f"<td>{escape(one.why)}</td>"
-        for one in verdicts
+        cell(verdict.scenario)
+        + cell(meanings[verdict.scenario])
+        + cell(verdict.outcome, _CELLS.get(verdict.outcome, ""))
+        + "".join(map(number, _figures(verdict)))
+        + f"<td>{escape(verdict.why)}</td>"
+        for verdict in verdicts
     ]
-    counted = [f"{sum(one.outcome == name for one in verdicts)} {name}" for name in _STYLES]
+    counted = [f"{sum(verdict.outcome == name for verdict in verdicts)} {name}" for name in _STYLES]
     columns = ("scenario", "what is done", *_COLUMNS[1:])
-    told = [f"<td>{escape(name)}</td><td>{escape(str(value))}</td>" for name, value in facts.items()]
+    fact_rows = [f"<td>{escape(name)}</td><td>{escape(str(value))}</td>" for name, value in facts.items()]
     sections = [
         heading("Verdicts"),
         tiles(counted),
         table("Scenarios", columns, rows),
-        table("What was proven", ("", ""), told),
+        table("What was proven", ("", ""), fact_rows),
     ]
     return page(sections, now, "kvkit prove")
 
 
-def _figures(one: ScenarioVerdict) -> list[str]:
-    return [str(one.loaded), f"{one.largest:.1g}", str(one.pages)]
+def _figures(verdict: ScenarioVerdict) -> list[str]:
+    return [str(verdict.loaded), f"{verdict.largest:.1g}", str(verdict.pages)]

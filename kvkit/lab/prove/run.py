@@ -29,7 +29,7 @@ from kvkit.lab.prove.verdict import (
 from kvkit.observe.progress import Say, counted
 
 MOST_CROWD = 200_000
-"""Most tokens of other prompts: an engine with more room in its blocks is not filled."""
+"""Maximum tokens of the prompts that fill an engine's blocks; an engine with more room is not filled."""
 ATTEMPTS_S = 10.0
 """Longest time to retry prompts until KV is loaded, in seconds: stores may complete late."""
 _PREEMPTIONS = 3
@@ -74,7 +74,7 @@ def run(proof: ToProve, say: Say) -> list[ScenarioVerdict]:
     engines = [ProvedEngine("reference", proof.reference)] if chosen else []
     if proof.changed_reference is not None and any(map(changes_weights, chosen)):
         engines.append(ProvedEngine("changed", proof.changed_reference))
-    found = []
+    verdicts = []
     with ExitStack() as stack:
         if engines:
             for engine in (*engines, proof.engine):
@@ -91,22 +91,25 @@ def run(proof: ToProve, say: Say) -> list[ScenarioVerdict]:
                     _ask_reference(proof, engine, chosen, bool(changed), say)
                     engine.close()
                 if not beside:
-                    own = proof.engine.is_own
-                    say("starting the engine with the connector" if own else "connecting to the engine")
+                    is_own = proof.engine.is_own
+                    say("starting the engine with the connector" if is_own else "connecting to the engine")
                     openers[-1]()
             proof.engine.watch(proof.folder / "found")
             if proof.engine.dtype not in ("", proof.dtype):
                 raise BenchError(f"dtype = {proof.dtype}: the engine has {proof.engine.dtype}")
         for scenario in proof.scenarios:
             if reason := _lacking(proof, scenario):
-                found.append(ScenarioVerdict(scenario.name, "not run", reason))
+                verdicts.append(ScenarioVerdict(scenario.name, "not run", reason))
             else:
                 say(f"{scenario.name}: begins")
-                found.append(prove_scenario(proof, scenario))
-            say(f"{scenario.name}: {found[-1].outcome}" + (f", {found[-1].why}" if found[-1].why else ""))
-            if found[-1].log:
-                say(f"the engine's log ends:\n{found[-1].log}")
-    return found
+                verdicts.append(prove_scenario(proof, scenario))
+            say(
+                f"{scenario.name}: {verdicts[-1].outcome}"
+                + (f", {verdicts[-1].why}" if verdicts[-1].why else "")
+            )
+            if verdicts[-1].log:
+                say(f"the engine's log ends:\n{verdicts[-1].log}")
+    return verdicts
 
 
 def changes_weights(scenario: Scenario) -> bool:
@@ -115,30 +118,30 @@ def changes_weights(scenario: Scenario) -> bool:
 
 def _lacking(proof: ToProve, scenario: Scenario) -> str:
     """Return why a scenario cannot run; empty: it can."""
-    doing = {act.do for act in scenario.acts}
-    needed = [
+    actions = {act.do for act in scenario.acts}
+    requirements = [
         *(["adapter"] if any(one.adapter for one in scenario.asked()) else []),
-        *(["own"] if doing & {"restart", "kill"} else []),
-        *(["weights"] if "change weights" in doing else []),
-        *(["store"] if "kill store" in doing else []),
+        *(["own"] if actions & {"restart", "kill"} else []),
+        *(["weights"] if "change weights" in actions else []),
+        *(["store"] if "kill store" in actions else []),
     ]
-    return "; ".join(proof.missing[one] for one in needed if one in proof.missing)
+    return "; ".join(proof.missing[one] for one in requirements if one in proof.missing)
 
 
 def wanted(scenarios: Sequence[Scenario], changed: bool) -> set[tuple[str, bool]]:
-    """Return (prompt, whether with adapter) to ask the reference, with changed weights if `changed`."""
+    """Return (prompt, whether with adapter) to send to the reference, with changed weights if `changed`."""
     scenarios = [one for one in scenarios if changes_weights(one) or not changed]
-    found = {(one.name, one.adapter) for scenario in scenarios for one in scenario.asked()}
-    return found | {(one.name, one.adapter) for s in scenarios for one in s.unlike or ()}
+    prompts = {(one.name, one.adapter) for scenario in scenarios for one in scenario.asked()}
+    return prompts | {(one.name, one.adapter) for s in scenarios for one in s.unlike or ()}
 
 
 def _ask_reference(
     proof: ToProve, engine: ProvedEngine, scenarios: Sequence[Scenario], changed: bool, say: Say
 ) -> None:
-    """Ask an engine without the connector the scenarios' prompts, one at a time. Mutates `proof`."""
+    """Send the scenarios' prompts to an engine without the connector, one at a time. Mutates `proof`."""
     engine.watch(proof.folder / ("changed" if changed else "expected"))
-    asked = sorted(wanted(scenarios, changed))
-    for name, adapter in counted(asked, f"{engine.name}: prompts", len(asked), say):
+    prompts = sorted(wanted(scenarios, changed))
+    for name, adapter in counted(prompts, f"{engine.name}: prompts", len(prompts), say):
         (reply,) = engine.ask([SentPrompt(tuple(proof.prompts[name]), adapter=adapter)])
         if reply.error is not None:
             raise BenchError(f"the reference does not answer: {reply.error}")
@@ -158,15 +161,15 @@ def prove_scenario(proof: ToProve, scenario: Scenario) -> ScenarioVerdict:
     try:
         _revive(proof.engine)
     except BenchError as error:
-        why, log = f"the engine is gone: {_first_line(error)}", proof.engine.log()
-        return ScenarioVerdict(scenario.name, "not run", why, log=log, gone=True)
+        reason, log = f"the engine is gone: {_first_line(error)}", proof.engine.log()
+        return ScenarioVerdict(scenario.name, "not run", reason, log=log, gone=True)
     try:
         for act in scenario.acts:
             observed += _do(proof, act)
     except BenchError as error:
         proof.failed = True
-        why = f"the engine does not answer: {_first_line(error)}"
-        return ScenarioVerdict(scenario.name, "differs", why, log=proof.engine.log())
+        reason = f"the engine does not answer: {_first_line(error)}"
+        return ScenarioVerdict(scenario.name, "differs", reason, log=proof.engine.log())
     control = None
     if scenario.unlike is not None:
         first, second = scenario.unlike
@@ -246,57 +249,60 @@ def _crowd(proof: ToProve) -> str:
 
 
 def _asked(proof: ToProve, act: Act) -> list[Observed]:
-    """Ask the prompts of an act, and again until KV is loaded if it must be; return all results."""
+    """Send the prompts of an act; if KV must be loaded, repeat until it is. Return all results."""
     deadline = time.monotonic() + ATTEMPTS_S
-    found = [_observe(proof, act)]
-    while act.loads == "some" and not _settled(found[-1]) and time.monotonic() < deadline:
+    results = [_observe(proof, act)]
+    while act.loads == "some" and not _settled(results[-1]) and time.monotonic() < deadline:
         if not proof.engine.forget():
             _crowd(proof)
-        found.append(_observe(proof, act))
-    return [*(replace(one, loads="any") for one in found[:-1]), found[-1]]
+        results.append(_observe(proof, act))
+    return [*(replace(result, loads="any") for result in results[:-1]), results[-1]]
 
 
 def _settled(observed: Observed) -> bool:
-    wrong = any(one.wrong for one in observed.compared) or bool(observed.wrong_page)
+    wrong = any(comparison.wrong for comparison in observed.compared) or bool(observed.wrong_page)
     return bool(observed.loaded) or observed.loaded is None or wrong
 
 
 def _observe(proof: ToProve, act: Act, then: Callable[[], None] | None = None) -> Observed:
-    """Ask the prompts of an act, and compare answers and pages with the reference."""
-    queries = [_query(proof, one) for one in act.prompts]
+    """Send the prompts of an act, and compare answers and pages with the reference."""
+    queries = [_query(proof, prompt) for prompt in act.prompts]
     before = proof.engine.counts()
     replies = proof.engine.ask(queries, then)
     proof.failed = proof.failed or any(reply.error is not None for reply in replies)
     loaded = proof.engine.counts()["loaded"] - before["loaded"]
     tolerance = LOGPROB_TOLERANCE[proof.dtype]
     compared: list[Compared] = []
-    pages, wrong = 0, ""
-    for one, reply in zip(act.prompts, replies, strict=True):
-        compared.append(compare(proof.expected[one.name, one.adapter, proof.changed], reply, tolerance))
-        name = prompt_name(proof.prompts[one.name], ADAPTER if one.adapter else None)
-        kept = proof.folder / ("changed" if proof.changed else "expected")
-        count, where = compare_files(kept, proof.folder / "found", name, PAGE_TOLERANCE[proof.dtype])
+    pages, wrong_page = 0, ""
+    for prompt, reply in zip(act.prompts, replies, strict=True):
+        compared.append(compare(proof.expected[prompt.name, prompt.adapter, proof.changed], reply, tolerance))
+        name = prompt_name(proof.prompts[prompt.name], ADAPTER if prompt.adapter else None)
+        reference_folder = proof.folder / ("changed" if proof.changed else "expected")
+        count, difference = compare_files(
+            reference_folder, proof.folder / "found", name, PAGE_TOLERANCE[proof.dtype]
+        )
         pages += count
-        wrong = wrong or (f"prompt {one.name!r}, {where}" if where else "")
-    return Observed(act.prompts, act.loads, tuple(compared), loaded, pages, wrong)
+        wrong_page = wrong_page or (f"prompt {prompt.name!r}, {difference}" if difference else "")
+    return Observed(act.prompts, act.loads, tuple(compared), loaded, pages, wrong_page)
 
 
 def _preempted(proof: ToProve, act: Act) -> Observed:
-    """Ask the prompts of an act and preempt the requests while they decode."""
+    """Send the prompts of an act and preempt the requests while they decode."""
     engine = proof.engine
     for _ in range(_PREEMPTIONS):
         before, skipped = engine.counts(), engine.skipped()
-        found = _observe(proof, act, engine.preempt)
-        if any(one.wrong for one in found.compared):  # a failed engine may report no counts
-            return found
-        grown, after = engine.counts() - before, engine.skipped()
-        if grown["preempted"]:
+        observed = _observe(proof, act, engine.preempt)
+        if any(one.wrong for one in observed.compared):  # a failed engine may report no counts
+            return observed
+        increase, after = engine.counts() - before, engine.skipped()
+        if increase["preempted"]:
             break
     else:
         return replace(
-            found, missing="no request was preempted: start the engine with VLLM_SERVER_DEV_MODE=1"
+            observed, missing="no request was preempted: start the engine with VLLM_SERVER_DEV_MODE=1"
         )
     if skipped is None or after is None:
-        return replace(found, loaded=None)
-    at_first = grown["loaded"] + grown["own"]  # vLLM does not count tokens found after a preemption
-    return replace(found, loaded=max(0, after - skipped - at_first))
+        return replace(observed, loaded=None)
+    # vLLM does not count tokens found after a preemption
+    found_at_first = increase["loaded"] + increase["own"]
+    return replace(observed, loaded=max(0, after - skipped - found_at_first))

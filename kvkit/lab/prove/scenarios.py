@@ -46,8 +46,8 @@ class Scenario:
     """A sequence of acts with a name and a description.
 
     Attributes:
-        unlike: two prompts that must have different answers, or a mix-up of their KV would go unnoticed. If
-            an act changes the weights, the second is answered with the changed ones.
+        unlike: two prompts whose answers must differ; otherwise a mix-up of their KV would go unnoticed. If
+            an act changes the weights, the second prompt is answered with the changed weights.
     """
 
     name: str
@@ -155,11 +155,11 @@ SCENARIOS = (
 
 def prompts_of(seed: int, chunk_tokens: int) -> dict[str, list[int]]:
     """Make token ids by prompt name; each prompt has a few chunks and `TAIL_TOKENS` more."""
-    made = np.random.default_rng(seed)
+    rng = np.random.default_rng(seed)
 
     def prompt(chunks: int) -> list[int]:
-        found: list[int] = made.integers(*_IDS, chunks * chunk_tokens + TAIL_TOKENS).tolist()
-        return found
+        tokens: list[int] = rng.integers(*_IDS, chunks * chunk_tokens + TAIL_TOKENS).tolist()
+        return tokens
 
     short, last = prompt(2), 2 * chunk_tokens - 1
     twin = _IDS[0] + (short[last] + 1 - _IDS[0]) % (_IDS[1] - _IDS[0])
@@ -175,5 +175,5 @@ def prompts_of(seed: int, chunk_tokens: int) -> dict[str, list[int]]:
 
 def crowd_of(seed: int, tokens: int, each: int) -> list[list[int]]:
     """Make other prompts, `tokens` long in total, each at most `each` long."""
-    made = np.random.default_rng([seed, tokens])
-    return [made.integers(*_IDS, min(each, tokens - at)).tolist() for at in range(0, tokens, each)]
+    rng = np.random.default_rng([seed, tokens])
+    return [rng.integers(*_IDS, min(each, tokens - start)).tolist() for start in range(0, tokens, each)]

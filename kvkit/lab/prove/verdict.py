@@ -40,12 +40,12 @@ class Compared:
 
 @dataclass(frozen=True, slots=True)
 class Observed:
-    """Results of an act that asked prompts, or why an act did not happen."""
+    """Results of an act that sent prompts, or why an act did not happen."""
 
     prompts: tuple[AskedPrompt, ...]
     loads: Loads
     compared: tuple[Compared, ...]
-    loaded: int | None  # tokens of the prompts; None: not reported
+    loaded: int | None  # prompt tokens that were loaded; None: not reported
     pages: int = 0  # pages compared, one per layer, block and head
     wrong_page: str = ""  # the first page that differs, in words; empty: none
     missing: str = ""  # why the act did not happen as intended; empty: it did
@@ -83,21 +83,25 @@ def compare(expected: Reply, found: Reply, tolerance: float) -> Compared:
         return Compared(0.0, f"no answer: {found.error}")
     largest = 0.0
     pairs = zip_longest(expected.tokens, found.tokens)
-    for place, (one, other) in enumerate(pairs):
-        if one is None or other is None:
+    for position, (expected_token, found_token) in enumerate(pairs):
+        if expected_token is None or found_token is None:
             return Compared(largest, f"{len(found.tokens)} tokens, want {len(expected.tokens)}")
-        likely = expected.likely[place]
-        apart = abs(likely.get(other, float("-inf")) - found.logprobs[place])
-        if one != other:
-            apart = max(apart, expected.logprobs[place] - likely.get(other, float("-inf")))
-        if apart > tolerance:
-            token = f"token {place} is {other}, want {one}" if one != other else f"token {place}"
-            if not isfinite(apart):
+        likely = expected.likely[position]
+        difference = abs(likely.get(found_token, float("-inf")) - found.logprobs[position])
+        if expected_token != found_token:
+            difference = max(difference, expected.logprobs[position] - likely.get(found_token, float("-inf")))
+        if difference > tolerance:
+            token = (
+                f"token {position} is {found_token}, want {expected_token}"
+                if expected_token != found_token
+                else f"token {position}"
+            )
+            if not isfinite(difference):
                 return Compared(largest, f"{token}: it is not among the likeliest there")
-            said = f"{token}: log-probabilities {apart:.2g} apart, {tolerance:g} is tolerated"
-            return Compared(apart, said)
-        largest = max(largest, apart)
-        if one != other:
+            message = f"{token}: log-probabilities {difference:.2g} apart, {tolerance:g} is tolerated"
+            return Compared(difference, message)
+        largest = max(largest, difference)
+        if expected_token != found_token:
             break
     return Compared(largest)
 
@@ -112,48 +116,57 @@ def judge(
         control: difference between the reference's answers to `scenario.unlike`; None: it has no such pair.
         handed_off: whether another engine computes and hands off every prompt, so that each must be loaded.
     """
-    loaded = sum(one.loaded or 0 for one in observed)
-    largest = max((each.largest for one in observed for each in one.compared), default=0.0)
+    loaded = sum(observation.loaded or 0 for observation in observed)
+    largest = max(
+        (comparison.largest for observation in observed for comparison in observation.compared), default=0.0
+    )
 
     def verdict(outcome: ProveOutcome, why: str) -> ScenarioVerdict:
-        pages = sum(one.pages for one in observed)
+        pages = sum(observation.pages for observation in observed)
         return ScenarioVerdict(scenario.name, outcome, why, loaded, largest, pages)
 
-    for one in observed:
-        for asked, each in zip(one.prompts, one.compared, strict=True):
-            if each.wrong:
-                where = f"; {one.wrong_page}" if one.wrong_page else ""
-                return verdict("differs", f"prompt {_named(asked)}: {each.wrong}{where}")
-        if one.wrong_page:
-            return verdict("differs", one.wrong_page)
-        if one.loads == "none" and one.loaded and not handed_off:
-            said = f"prompt {_named(one.prompts[0])}: {one.loaded} tokens of another's KV were loaded"
-            return verdict("differs", said)
+    for observation in observed:
+        for prompt, comparison in zip(observation.prompts, observation.compared, strict=True):
+            if comparison.wrong:
+                page_text = f"; {observation.wrong_page}" if observation.wrong_page else ""
+                return verdict("differs", f"prompt {_named(prompt)}: {comparison.wrong}{page_text}")
+        if observation.wrong_page:
+            return verdict("differs", observation.wrong_page)
+        if observation.loads == "none" and observation.loaded and not handed_off:
+            message = (
+                f"prompt {_named(observation.prompts[0])}: "
+                f"{observation.loaded} tokens of another's KV were loaded"
+            )
+            return verdict("differs", message)
     if control is not None and not control.wrong:
         why = f"answers that must differ are only {control.largest:.2g} apart: a mix-up would go unnoticed"
         return verdict("not proven", why)
-    for one in observed:
-        if one.missing:
-            return verdict("not proven", one.missing)
-        wanted = one.loads == "some" or (handed_off and one.loads != "any")
-        if wanted and one.loaded is None:
+    for observation in observed:
+        if observation.missing:
+            return verdict("not proven", observation.missing)
+        must_load = observation.loads == "some" or (handed_off and observation.loads != "any")
+        if must_load and observation.loaded is None:
             return verdict("not proven", "the server does not report how many tokens were loaded")
-        if wanted and not one.loaded:
+        if must_load and not observation.loaded:
             return verdict("not proven", "nothing was loaded: all was computed")
-        if one.loads == "fresh" and one.loaded and not handed_off:
-            return verdict("not proven", f"{one.loaded} tokens were stored before: choose another --seed")
+        if observation.loads == "fresh" and observation.loaded and not handed_off:
+            return verdict(
+                "not proven", f"{observation.loaded} tokens were stored before: choose another --seed"
+            )
     return verdict("proven", "")
 
 
 def exit_status(verdicts: Sequence[ScenarioVerdict]) -> int:
     """Return 1 if a scenario differs, 2 if one or all are not proven or the engine was gone, else 0."""
-    outcomes = {one.outcome for one in verdicts}
+    outcomes = {verdict.outcome for verdict in verdicts}
     if "differs" in outcomes:
         return 1
-    lacks = "not proven" in outcomes or "proven" not in outcomes or any(one.gone for one in verdicts)
-    return 2 if lacks else 0
+    unproven = (
+        "not proven" in outcomes or "proven" not in outcomes or any(verdict.gone for verdict in verdicts)
+    )
+    return 2 if unproven else 0
 
 
-def _named(asked: AskedPrompt) -> str:
-    salt = f" of tenant {asked.salt!r}" if asked.salt else ""
-    return f"{asked.name!r}{salt}" + (" with the adapter" if asked.adapter else "")
+def _named(prompt: AskedPrompt) -> str:
+    salt = f" of tenant {prompt.salt!r}" if prompt.salt else ""
+    return f"{prompt.name!r}{salt}" + (" with the adapter" if prompt.adapter else "")

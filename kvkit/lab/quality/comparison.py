@@ -45,9 +45,11 @@ def run(
     Appends every measurement to `path` as a line of JSON. Reuses measurements in `path` of the same model and
     text, and measures only the missing methods.
     """
-    drawn = [[(kind, sample) for sample in samples(kind, encode, count, tokens, seed)] for kind in sets]
-    turns = enumerate(itertools.zip_longest(*drawn))  # a file may have fewer samples
-    work = [(i, *item) for i, one_of_each in turns for item in one_of_each if item is not None]
+    samples_by_set = [
+        [(kind, sample) for sample in samples(kind, encode, count, tokens, seed)] for kind in sets
+    ]
+    batches = enumerate(itertools.zip_longest(*samples_by_set))  # a file may have fewer samples
+    work = [(i, *item) for i, batch in batches for item in batch if item is not None]
     finished: dict[str, dict[str, Measures]] = {}
     if path.exists():
         with path.open() as lines:
@@ -56,17 +58,17 @@ def run(
     settings = {name: json.dumps(asdict(method)) for name, method in methods.items()}
     with path.open("a") as out:
         for i, kind, sample in work:
-            of = _identity(judge, sample)
-            known = finished.setdefault(of, {})
-            left = {name: method for name, method in methods.items() if settings[name] not in known}
-            if left:
-                measured = judge.measure(sample, left)
+            identity = _identity(judge, sample)
+            known = finished.setdefault(identity, {})
+            missing = {name: method for name, method in methods.items() if settings[name] not in known}
+            if missing:
+                measured = judge.measure(sample, missing)
                 if "full" in known:  # scale seconds by full recompute, which was measured again beside them
-                    slower = measured["full"]["seconds"] / known["full"]["seconds"]
-                    for one in measured.values():
-                        one["seconds"] /= slower
+                    slowdown = measured["full"]["seconds"] / known["full"]["seconds"]
+                    for measures in measured.values():
+                        measures["seconds"] /= slowdown
                 by_settings = {settings.get(name, name): figures for name, figures in measured.items()}
-                out.write(json.dumps({"of": of, "by_settings": by_settings}) + "\n")
+                out.write(json.dumps({"of": identity, "by_settings": by_settings}) + "\n")
                 out.flush()
                 known.update(by_settings)
             figures = {"full": known["full"]} | {name: known[settings[name]] for name in methods}
@@ -90,7 +92,10 @@ def summarise(entries: Sequence[Mapping[str, Any]]) -> dict[str, dict[str, dict[
     sets: dict[str, list[dict[str, Measures]]] = {}
     for entry in entries:
         sets.setdefault(entry["set"], []).append(entry["measured"])
-    return {kind: {name: _summary(found, name) for name in found[0]} for kind, found in sets.items()}
+    return {
+        kind: {name: _summary(measurements, name) for name in measurements[0]}
+        for kind, measurements in sets.items()
+    }
 
 
 def overall(entries: Sequence[Mapping[str, Any]]) -> dict[str, dict[str, Any]]:
@@ -102,27 +107,28 @@ def overall(entries: Sequence[Mapping[str, Any]]) -> dict[str, dict[str, Any]]:
     sets: dict[str, list[dict[str, Measures]]] = {}
     for entry in entries:
         sets.setdefault(entry["set"], []).append(entry["measured"])
-    each = summarise(entries)
+    summaries = summarise(entries)
     means: dict[str, dict[str, Any]] = {}
     f1s: dict[str, NDArray[np.float64]] = {}
-    for name in next(iter(each.values())):
-        of_sets = [figures[name] for figures in each.values()]
+    for name in next(iter(summaries.values())):
+        method_figures = [figures[name] for figures in summaries.values()]
         mean = means[name] = {
-            f: float(np.mean([of[f] for of in of_sets])) for f in ("rows", "speedup", "perplexity")
+            f: float(np.mean([figures[f] for figures in method_figures]))
+            for f in ("rows", "speedup", "perplexity")
         }
         mean["samples"] = len(entries)
         for figure in FIGURES:
-            having = [kind for kind in each if figure in each[kind][name]]
-            if having:
-                drawn = [
+            kinds = [kind for kind in summaries if figure in summaries[kind][name]]
+            if kinds:
+                resamples = [
                     resampled_means(np.array([measured[name][figure] for measured in sets[kind]]), seed)
-                    for seed, kind in enumerate(having)
+                    for seed, kind in enumerate(kinds)
                 ]
-                mean[figure] = float(np.mean([each[kind][name][figure] for kind in having]))
-                drawn_means = np.mean(drawn, 0)
-                mean[f"{figure}_interval"] = np.percentile(drawn_means, [2.5, 97.5]).tolist()
+                mean[figure] = float(np.mean([summaries[kind][name][figure] for kind in kinds]))
+                mean_resamples = np.mean(resamples, 0)
+                mean[f"{figure}_interval"] = np.percentile(mean_resamples, [2.5, 97.5]).tolist()
                 if figure == "f1":
-                    f1s[name] = drawn_means
+                    f1s[name] = mean_resamples
     for name in f1s if BASELINE in f1s else ():
         means[name]["f1_ahead"] = means[name]["f1"] - means[BASELINE]["f1"]
         ahead = np.percentile(f1s[name] - f1s[BASELINE], [2.5, 97.5])
@@ -130,23 +136,25 @@ def overall(entries: Sequence[Mapping[str, Any]]) -> dict[str, dict[str, Any]]:
     return means
 
 
-def _summary(found: Sequence[Mapping[str, Measures]], name: str) -> dict[str, Any]:
-    def of(method: str, figure: str) -> NDArray[np.float64]:
-        return np.array([measured[method][figure] for measured in found])
+def _summary(measurements: Sequence[Mapping[str, Measures]], name: str) -> dict[str, Any]:
+    def values_of(method: str, figure: str) -> NDArray[np.float64]:
+        return np.array([measured[method][figure] for measured in measurements])
 
-    summary: dict[str, Any] = {"samples": len(found), "rows": float(of(name, "rows").mean())}
+    summary: dict[str, Any] = {"samples": len(measurements), "rows": float(values_of(name, "rows").mean())}
     for figure in FIGURES:
-        if all(figure in measured[name] for measured in found):
-            values = of(name, figure)
+        if all(figure in measured[name] for measured in measurements):
+            values = values_of(name, figure)
             summary[figure] = float(values.mean())
             summary[f"{figure}_interval"] = list(bootstrap(values))
-            if figure in ("kl", "f1") and BASELINE in found[0] and name != BASELINE:
-                summary[f"{figure}_p"] = paired_p(values, of(BASELINE, figure))
-    summary["perplexity"] = float(np.exp(of(name, "nll").mean()))
-    summary["speedup"] = float(np.median(of("full", "seconds")) / np.median(of(name, "seconds")))
-    other = name.replace("default", "k deviation").partition(",")[0]
-    if name.startswith("default") and other in found[0]:
-        a, b = of(name, "kl"), of(other, "kl")
+            if figure in ("kl", "f1") and BASELINE in measurements[0] and name != BASELINE:
+                summary[f"{figure}_p"] = paired_p(values, values_of(BASELINE, figure))
+    summary["perplexity"] = float(np.exp(values_of(name, "nll").mean()))
+    summary["speedup"] = float(
+        np.median(values_of("full", "seconds")) / np.median(values_of(name, "seconds"))
+    )
+    k_deviation = name.replace("default", "k deviation").partition(",")[0]
+    if name.startswith("default") and k_deviation in measurements[0]:
+        a, b = values_of(name, "kl"), values_of(k_deviation, "kl")
         summary["kl_of_k_deviation"] = float(a.mean() / b.mean())
         summary["kl_of_k_deviation_interval"] = list(bootstrap(a, b))
     return summary
@@ -184,12 +192,12 @@ def measure_gate(
     Returns:
         the verdict of `gate.decide`, with kl_interval, of_naive_interval, samples, paths.
     """
-    chosen = {name: METHODS[name] for name in GATE_METHODS}
-    each = count or GATE_SAMPLES
-    drawn = [sample for kind in SETS for sample in samples(kind, encode, each, tokens)]
-    work = (judge.measure(sample, chosen) for sample in drawn)
-    found = list(counted(work, "samples", len(drawn), say))
-    naive, ours = (np.array([measured[name]["kl"] for measured in found]) for name in GATE_METHODS)
+    methods = {name: METHODS[name] for name in GATE_METHODS}
+    samples_per_set = count or GATE_SAMPLES
+    gate_samples = [sample for kind in SETS for sample in samples(kind, encode, samples_per_set, tokens)]
+    work = (judge.measure(sample, methods) for sample in gate_samples)
+    measurements = list(counted(work, "samples", len(gate_samples), say))
+    naive, ours = (np.array([measured[name]["kl"] for measured in measurements]) for name in GATE_METHODS)
     result = gate.decide(float(ours.mean()), float(naive.mean())) | {
         "kl_interval": list(bootstrap(ours)),
         "of_naive_interval": list(bootstrap(ours, naive)),
@@ -208,7 +216,7 @@ def table(kind: str, summary: Mapping[str, Mapping[str, Any]], wide: bool = Fals
     for heading in (*headings, *(["KL / K deviation's"] if wide else [])):
         shown.add_column(heading, justify="right")
 
-    def figure(figures: Mapping[str, Any], name: str, digits: int) -> str:
+    def formatted(figures: Mapping[str, Any], name: str, digits: int) -> str:
         if wide or name not in figures:
             return _with_interval(figures, name, digits)
         return f"{figures[name]:.{digits}f}"
@@ -218,10 +226,10 @@ def table(kind: str, summary: Mapping[str, Mapping[str, Any]], wide: bool = Fals
             name,
             f"{figures['rows']:.1%}",
             _with_interval(figures, "kl", 4),
-            figure(figures, "top1", 3),
+            formatted(figures, "top1", 3),
             f"{figures['perplexity']:.2f}",
-            figure(figures, "exact", 2),
-            figure(figures, "f1", 2),
+            formatted(figures, "exact", 2),
+            formatted(figures, "f1", 2),
             f"{figures['speedup']:.1f}×",
             *([_with_interval(figures, "kl_of_k_deviation", 2)] if wide else []),
         )
@@ -250,13 +258,13 @@ def draw(summary: Mapping[str, Mapping[str, Mapping[str, Any]]], path: Path) -> 
     with their names.
     """
     families = {"default": ("#2e4057", "o"), "k deviation": ("#d1495b", "s")}
-    own = dict.fromkeys(
+    custom = dict.fromkeys(
         _family(name) for methods in summary.values() for name in methods if name not in (*METHODS, "full")
     )
-    others = [family for family in own if family not in families]
-    families |= {name: (f"C{1 + n % 9}", _MARKERS[n % len(_MARKERS)]) for n, name in enumerate(others)}
-    figure, each = panels(len(summary), 4.2, 3.8)
-    for panel, (kind, methods) in zip(each, summary.items(), strict=True):
+    added = [family for family in custom if family not in families]
+    families |= {name: (f"C{1 + n % 9}", _MARKERS[n % len(_MARKERS)]) for n, name in enumerate(added)}
+    figure, axes = panels(len(summary), 4.2, 3.8)
+    for panel, (kind, methods) in zip(axes, summary.items(), strict=True):
         for family, (color, marker) in families.items():
             names = [name for name in methods if _family(name) == family]
             points = sorted((methods[n]["rows"], methods[n]["kl"], *methods[n]["kl_interval"]) for n in names)

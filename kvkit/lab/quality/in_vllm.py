@@ -60,22 +60,24 @@ def opened(
     try:
         judge, encode, _ = load_judge(model, console)
     except NotBlendable as error:
-        why = str(error)
+        reason = str(error)
     else:
         yield judge, encode, methods
         return
-    gc.collect()  # frees the memory of the attempt, also on a GPU
+    gc.collect()  # frees the memory of the failed load, also on a GPU
     torch.cuda.empty_cache()
-    some = {name: method for name, method in methods.items() if is_served(method)}
+    supported = {name: method for name, method in methods.items() if is_served(method)}
     try:
-        engine = EngineJudge(model, some, tokens)
+        engine = EngineJudge(model, supported, tokens)
     except ImportError:
-        raise NotBlendable(why) from None
-    left = "; ".join(name for name in methods if name not in some)
-    said = f"{why}: measured in vLLM" + (f", which does not support: {left}" if left else "")
-    console.print(said, markup=False, highlight=False, soft_wrap=True)
+        raise NotBlendable(reason) from None
+    unsupported = "; ".join(name for name in methods if name not in supported)
+    message = f"{reason}: measured in vLLM" + (
+        f", which does not support: {unsupported}" if unsupported else ""
+    )
+    console.print(message, markup=False, highlight=False, soft_wrap=True)
     try:
-        yield engine, engine.encode, some
+        yield engine, engine.encode, supported
     finally:
         engine.close()
 
@@ -110,14 +112,14 @@ class EngineJudge:
             "staging": TIER_BYTES,
             "tiers": {"memory": {"capacity": TIER_BYTES}},
         }
-        names = {"question_attention", *(method.selection.method for method in methods.values())}
+        method_names = {"question_attention", *(method.selection.method for method in methods.values())}
         transfer = KVTransferConfig(
             kv_connector="KVKitConnector",
             kv_role="kv_both",
             kv_load_failure_policy="recompute",
             kv_connector_extra_config={
                 "kvkit": kvkit,
-                "blend": {"unchecked": True, "methods": sorted(names)},
+                "blend": {"unchecked": True, "methods": sorted(method_names)},
                 "save_generated": False,
                 "lookup_timeout_s": 60.0,
                 "prefill_tokens_per_s": 0.01,  # a hit is always faster than prefill
@@ -130,7 +132,7 @@ class EngineJudge:
                 enforce_eager=True,
                 max_model_len=tokens + MORE_TOKENS,
                 enable_prefix_caching=False,
-                disable_log_stats=False,  # these contain the time to first token
+                disable_log_stats=False,  # the statistics contain the time to first token
                 logits_processors=[TeacherForcedText],
                 kv_transfer_config=transfer,
                 **({"kv_cache_memory_bytes": share.block_bytes} if share.block_bytes else {}),
@@ -150,8 +152,10 @@ class EngineJudge:
             BenchError: the stored KV of a document was not found again.
         """
         sample = sample.behind(self.lead)
-        alone = [np.concatenate([self.lead, sample.prompt[a:b]]).tolist() for a, b in sample.documents]
-        self._generate([{"prompt_token_ids": ids} for ids in alone], max_tokens=1)
+        document_prompts = [
+            np.concatenate([self.lead, sample.prompt[a:b]]).tolist() for a, b in sample.documents
+        ]
+        self._generate([{"prompt_token_ids": ids} for ids in document_prompts], max_tokens=1)
         full, figures = self._answer(sample)
         measured = {"full": figures_of(full, full, sample, 1.0, 0.0) | figures}
         for name, method in methods.items():
@@ -173,30 +177,34 @@ class EngineJudge:
         prompt: dict[str, Any] = {"prompt_token_ids": sample.prompt.tolist()}
         extra: dict[str, Any] = {}
         if selection:
-            asked = {"documents": [list(span) for span in sample.documents], "prefix": len(self.lead)}
-            asked |= {"method": selection.method, "ratio": selection.ratio, "first_n": selection.first_n}
-            extra = {"kv_transfer_params": {"blend": asked}}
+            blend_request = {"documents": [list(span) for span in sample.documents], "prefix": len(self.lead)}
+            blend_request |= {
+                "method": selection.method,
+                "ratio": selection.ratio,
+                "first_n": selection.first_n,
+            }
+            extra = {"kv_transfer_params": {"blend": blend_request}}
         else:
             prompt["cache_salt"] = uuid4().hex  # prevents hits
         tokens = sample.continuation.tolist()
         with tempfile.TemporaryDirectory(prefix="kvkit-") as folder:
             file = Path(folder) / "said.npy"
-            follow = extra | {FOLLOW: {"tokens": tokens, "file": str(file)}}
-            (out,) = self._generate([prompt], max_tokens=len(tokens), extra_args=follow)
+            forced_args = extra | {FOLLOW: {"tokens": tokens, "file": str(file)}}
+            (out,) = self._generate([prompt], max_tokens=len(tokens), extra_args=forced_args)
             logits = torch.from_numpy(np.load(file))
         figures: Measures = {"seconds": out.metrics.first_token_ts - out.metrics.queued_ts}
         if selection:
             figures["rows"] = self._rows(sample, selection, out.kv_transfer_params or {})
-        if wanted := tokens[: sample.answer]:
-            said = logits.argmax(-1)[: sample.answer].tolist()
-            if said != wanted:  # then generate freely: each token after the model's own
+        if answer := tokens[: sample.answer]:
+            predicted = logits.argmax(-1)[: sample.answer].tolist()
+            if predicted != answer:  # then generate freely, each token after the model's own tokens
                 (out,) = self._generate([prompt], max_tokens=sample.answer, extra_args=extra)
-                said = list(out.outputs[0].token_ids)
-            figures["f1"] = f1(said, wanted)
+                predicted = list(out.outputs[0].token_ids)
+            figures["f1"] = f1(predicted, answer)
         return logits, figures
 
     def _rows(self, sample: Sample, selection: Selection, params: Mapping[str, Any]) -> float:
-        """Return the computed share of tokens * layers of a prompt; `params`: those of its answer."""
+        """Return a prompt's computed share of tokens * layers; `params`: its answer's kv_transfer_params."""
         plan = self._plan(sample)
         counts: Mapping[str, int] = params.get("blend") or {"computed": 0}
         if not plan.reused.any():
@@ -207,22 +215,22 @@ class EngineJudge:
                 f"not all were kept; the memory tier of {memory.gib(TIER_BYTES)} may be too small"
             )
         layers: int = self._llm.model_config.hf_text_config.num_hidden_layers
-        looked = observed_layers(selection, plan, layers) * len(plan.computed)
-        return ((counts["computed"] + counts["recomputed"]) * layers + looked) / (plan.tokens * layers)
+        observed_rows = observed_layers(selection, plan, layers) * len(plan.computed)
+        return ((counts["computed"] + counts["recomputed"]) * layers + observed_rows) / (plan.tokens * layers)
 
     def _plan(self, sample: Sample) -> BlendPlan:
         """Return vLLM's plan of the prompt if every whole chunk of its documents is found."""
-        lead, exact = len(self.lead), 0
+        lead, exact_tokens = len(self.lead), 0
         spans = []
         for start, stop in sample.documents:
-            found = (lead + stop - start) // CHUNK_TOKENS * CHUNK_TOKENS
-            exact = found if start == lead else exact
-            spans.append(Span(start, stop, lead).found(found, exact))
-        return plan_blend(len(sample.prompt), exact, spans)
+            found_tokens = (lead + stop - start) // CHUNK_TOKENS * CHUNK_TOKENS
+            exact_tokens = found_tokens if start == lead else exact_tokens
+            spans.append(Span(start, stop, lead).found(found_tokens, exact_tokens))
+        return plan_blend(len(sample.prompt), exact_tokens, spans)
 
     def _generate(self, prompts: Sequence[Mapping[str, Any]], **sampling: Any) -> Sequence[Any]:
         from vllm import SamplingParams
 
         params = SamplingParams(temperature=0, detokenize=False, ignore_eos=True, **sampling)
-        out: Sequence[Any] = self._llm.generate(list(prompts), params, use_tqdm=False)
-        return out
+        outputs: Sequence[Any] = self._llm.generate(list(prompts), params, use_tqdm=False)
+        return outputs

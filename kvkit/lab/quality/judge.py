@@ -91,28 +91,29 @@ def method_named(name: str) -> Method:
     """
     if name in METHODS:
         return METHODS[name]
-    said, *options = name.split(", ")
-    method, _, ratio = said.rpartition(" ")
-    chosen: dict[str, Any] = {}
+    base, *options = name.split(", ")
+    method, _, ratio = base.rpartition(" ")
+    settings: dict[str, Any] = {}
     if re.fullmatch(r"[\d.]+", ratio):
-        chosen["ratio"] = float(ratio)
+        settings["ratio"] = float(ratio)
     else:
-        method = said
+        method = base
     try:
         selection = Selection() if method == "default" else Selection(method, first_n=0)
         for option in options:
-            word, _, value = option.partition(" ")
-            if word not in _OPTIONS:
+            option_name, _, value = option.partition(" ")
+            if option_name not in _OPTIONS:
                 raise ValueError(f"{option!r} is not an option")
-            field, of = _OPTIONS[word]
-            chosen[field] = of(value)
-        return Method(replace(selection, **chosen))
+            field, convert = _OPTIONS[option_name]
+            settings[field] = convert(value)
+        return Method(replace(selection, **settings))
     except ValueError as error:
         if ":" in method:
             raise BenchError(f"methods: {name!r}: {error}") from error
-        may = " or ".join(f"', {word} N'" for word in _OPTIONS)
+        option_hints = " or ".join(f"', {option_name} N'" for option_name in _OPTIONS)
         raise BenchError(
-            f"methods: {name!r}: {error}. Want some of {'; '.join(METHODS)}; or NAME .15, also with {may}"
+            f"methods: {name!r}: {error}. Want some of {'; '.join(METHODS)}; or NAME .15, "
+            f"also with {option_hints}"
         ) from error
 
 
@@ -145,10 +146,10 @@ class MeasuredModel:
 
     def says(self, last: torch.Tensor, sample: Sample, kv: GrowingCache) -> list[int]:
         """Return greedy tokens, as many as the answer has, from the logits `last` [1, V]. Mutates `kv`."""
-        said = [int(last.argmax())]
-        while len(said) < sample.answer:
-            said.append(int(self.logits(np.array(said[-1:], np.int32), kv).argmax()))
-        return said
+        tokens = [int(last.argmax())]
+        while len(tokens) < sample.answer:
+            tokens.append(int(self.logits(np.array(tokens[-1:], np.int32), kv).argmax()))
+        return tokens
 
     def follow(self, last: torch.Tensor, sample: Sample, kv: GrowingCache) -> torch.Tensor:
         """Return log probabilities [C, V] of the continuation's tokens, each given the earlier ones.
@@ -194,9 +195,9 @@ class Judge(MeasuredModel):
         seconds = _now(self.decoder.device) - began
         full = self.follow(last, sample, kv)
         measured = {"full": figures_of(full, full, sample, 1.0, seconds) | self._f1(last, full, sample, kv)}
-        found, plan = self.documents(sample, room)
+        document_kv, plan = self.documents(sample, room)
         for name, method in methods.items():
-            for layer, source in zip(kv.layers, found.layers, strict=True):
+            for layer, source in zip(kv.layers, document_kv.layers, strict=True):
                 layer.room_k.copy_(source.room_k)
                 layer.room_v.copy_(source.room_v)
             began = _now(self.decoder.device)
@@ -213,27 +214,27 @@ class Judge(MeasuredModel):
         """Return the F1 of the answer's tokens; truncates `kv` to the prompt if it generates."""
         if not sample.answer:
             return {}
-        wanted = sample.continuation[: sample.answer].tolist()
-        if logits[: sample.answer].argmax(-1).tolist() == wanted:
+        answer = sample.continuation[: sample.answer].tolist()
+        if logits[: sample.answer].argmax(-1).tolist() == answer:
             return {"f1": 1.0}
         kv.mark_filled(len(sample.prompt))
-        return {"f1": f1(self.says(last, sample, kv), wanted)}
+        return {"f1": f1(self.says(last, sample, kv), answer)}
 
     def documents(self, sample: Sample, room: int) -> tuple[GrowingCache, BlendPlan]:
         """Return KV of every document, computed alone after `lead` and rotated to its place, and the plan."""
-        found, lead = GrowingCache(self.layout, room, self.decoder.device), len(self.lead)
+        document_kv, lead = GrowingCache(self.layout, room, self.decoder.device), len(self.lead)
         for start, stop in sample.documents:
             ids = np.concatenate([self.lead, sample.prompt[start:stop]])
-            alone = GrowingCache(self.layout, len(ids), self.decoder.device)
-            self.logits(ids, alone)
+            single_kv = GrowingCache(self.layout, len(ids), self.decoder.device)
+            self.logits(ids, single_kv)
             shifts = np.repeat([0, start - lead], [lead, stop - start])
-            turns = torch.from_numpy(self.decoder.rope.turns(shifts)).to(self.decoder.device)
-            places = torch.from_numpy(np.r_[:lead, start:stop]).to(self.decoder.device)
-            for target, source in zip(found.layers, alone.layers, strict=True):
-                target.room_k[:, :, places] = reference.rotate(source.room_k, turns, self.decoder.rope)
-                target.room_v[:, :, places] = source.room_v
+            rotations = torch.from_numpy(self.decoder.rope.turns(shifts)).to(self.decoder.device)
+            positions = torch.from_numpy(np.r_[:lead, start:stop]).to(self.decoder.device)
+            for target, source in zip(document_kv.layers, single_kv.layers, strict=True):
+                target.room_k[:, :, positions] = reference.rotate(source.room_k, rotations, self.decoder.rope)
+                target.room_v[:, :, positions] = source.room_v
         spans = [Span(start, stop, lead, exact=start == lead) for start, stop in sample.documents]
-        return found, plan_blend(len(sample.prompt), lead if spans else 0, spans)
+        return document_kv, plan_blend(len(sample.prompt), lead if spans else 0, spans)
 
     def _blend(self, method: Method, sample: Sample, plan: BlendPlan, kv: GrowingCache) -> Blended:
         pages = paged(kv)
@@ -257,14 +258,14 @@ def figures_of(
     full: torch.Tensor, ours: torch.Tensor, sample: Sample, rows: float, seconds: float
 ) -> Measures:
     """Return figures of log probabilities [C, V], compared with those of full recompute."""
-    wanted = torch.from_numpy(sample.continuation.astype(np.int64)).to(ours.device)
-    best = ours.argmax(-1)
-    right = (best == wanted)[: sample.answer]
+    targets = torch.from_numpy(sample.continuation.astype(np.int64)).to(ours.device)
+    likeliest = ours.argmax(-1)
+    correct = (likeliest == targets)[: sample.answer]
     return {
         "kl": float((full.exp() * (full - ours)).sum(-1).mean()),
-        "top1": float((best == full.argmax(-1)).float().mean()),
-        "nll": float(-ours.gather(-1, wanted[:, None]).mean()),
-        **({"exact": float(right.all())} if sample.answer else {}),
+        "top1": float((likeliest == full.argmax(-1)).float().mean()),
+        "nll": float(-ours.gather(-1, targets[:, None]).mean()),
+        **({"exact": float(correct.all())} if sample.answer else {}),
         "rows": rows,
         "seconds": seconds,
     }
@@ -287,11 +288,11 @@ class _BlockMask(HuggingFaceDecoder):
         if len(positions) == int((~self.plan.exact).sum()):  # layer 0 is dense
             selected = selected[:0]
         seen = positions.copy()
-        whole = len(selected) // BLOCK_ROWS * BLOCK_ROWS
-        for block in range(0, whole, BLOCK_ROWS):
+        complete_rows = len(selected) // BLOCK_ROWS * BLOCK_ROWS
+        for block in range(0, complete_rows, BLOCK_ROWS):
             rows = selected[block : block + BLOCK_ROWS]
             seen[rows] = positions[rows[-1]] // BLOCK_ROWS * BLOCK_ROWS - 1
-        self.zeros = selected[whole:]
+        self.zeros = selected[complete_rows:]
         return seen
 
     def post(self, layer: int, h: torch.Tensor, o: torch.Tensor) -> torch.Tensor:
@@ -320,8 +321,8 @@ def load_auxiliary(name: str, model: str | None, console: Console) -> AuxiliaryM
     Raises:
         BenchError: a package is missing, or a model cannot be loaded.
     """
-    own, loaded = load_model(model_folder(name, console))
-    return AuxiliaryModel(_placed(loaded), (load_tokenizer(model_folder(model, console)), own))
+    tokenizer, loaded = load_model(model_folder(name, console))
+    return AuxiliaryModel(_placed(loaded), (load_tokenizer(model_folder(model, console)), tokenizer))
 
 
 def load_measured(model: str | None, console: Console, make: Callable[[Any], M]) -> tuple[M, Encode]:
@@ -333,13 +334,13 @@ def load_measured(model: str | None, console: Console, make: Callable[[Any], M])
     folder = model_folder(model, console)
     console.print("loading the model")
     tokenizer, loaded = load_model(folder)
-    made = make(_placed(loaded))
-    made.lead = np.array(tokenizer("")["input_ids"], np.int32)
+    measured = make(_placed(loaded))
+    measured.lead = np.array(tokenizer("")["input_ids"], np.int32)
 
     def encode(text: str) -> list[int]:
         return list(tokenizer(text, add_special_tokens=False)["input_ids"])
 
-    return made, encode
+    return measured, encode
 
 
 def _placed(model: Any) -> Any:

@@ -26,14 +26,14 @@ GATE_SAMPLES, ROUNDS = 4, 4
 
 def restore(kv: GrowingCache, source: GrowingCache, tokens: int, precision: Precision) -> None:
     """Fill `kv` with the first tokens of `source`, quantised and dequantised. Mutates `kv`."""
-    for layer, held in zip(kv.layers, source.layers, strict=True):
-        k, v = held.room_k[:, :, :tokens], held.room_v[:, :, :tokens]
+    for layer, source_layer in zip(kv.layers, source.layers, strict=True):
+        k, v = source_layer.room_k[:, :, :tokens], source_layer.room_v[:, :, :tokens]
         sizes = k.shape[-1], v.shape[-1]
         rows = reference.quantise(torch.cat([k, v], -1), sizes[0], precision)
-        both = reference.dequantise(rows, *sizes, precision).to(k.dtype)
+        restored = reference.dequantise(rows, *sizes, precision).to(k.dtype)
         layer.room_k[:, :, :tokens], layer.room_v[:, :, :tokens] = (
-            both[..., : sizes[0]],
-            both[..., sizes[0] :],
+            restored[..., : sizes[0]],
+            restored[..., sizes[0] :],
         )
     kv.mark_filled(tokens)
 
@@ -47,15 +47,17 @@ class PrecisionJudge(MeasuredModel):
     ) -> dict[str, Measures]:
         """Return figures of each precision and of `full`, as `Judge.measure`; rows and seconds are NaN."""
         sample = sample.behind(self.lead)
-        stored, room = len(sample.prompt) - 1, len(sample.prompt) + len(sample.continuation)
+        stored_tokens, room = len(sample.prompt) - 1, len(sample.prompt) + len(sample.continuation)
         kv, nan = GrowingCache(self.layout, room, self.model.device), float("nan")
         full = self.follow(self.logits(sample.prompt, kv), sample, kv)
         measured = {"full": figures_of(full, full, sample, nan, nan)}
         for precision in forms:
-            fewer = GrowingCache(self.layout, room, self.model.device)
-            restore(fewer, kv, stored, precision)
-            said = self.follow(self.logits(sample.prompt[stored:], fewer), sample, fewer)
-            measured[precision] = figures_of(full, said, sample, nan, nan)
+            quantised_kv = GrowingCache(self.layout, room, self.model.device)
+            restore(quantised_kv, kv, stored_tokens, precision)
+            log_probabilities = self.follow(
+                self.logits(sample.prompt[stored_tokens:], quantised_kv), sample, quantised_kv
+            )
+            measured[precision] = figures_of(full, log_probabilities, sample, nan, nan)
         return measured
 
 
@@ -91,26 +93,30 @@ def measure_gate(
         the verdict of `gate.decide`, with kl_interval, top1_interval, samples, sure, paths; exact, the share
         of codes repeated correctly, and full_exact, the same with KV in full precision.
     """
-    drawn = [samples(kind, encode, ROUNDS * GATE_SAMPLES, tokens) for kind in SETS]
-    found: list[dict[str, Measures]] = []
+    samples_by_set = [samples(kind, encode, ROUNDS * GATE_SAMPLES, tokens) for kind in SETS]
+    measurements: list[dict[str, Measures]] = []
 
-    def of(what: str, figure: str) -> np.ndarray[Any, np.dtype[np.float64]]:
-        return np.array([measured[what][figure] for measured in found if figure in measured[what]])
+    def values_of(variant: str, figure: str) -> np.ndarray[Any, np.dtype[np.float64]]:
+        return np.array(
+            [measured[variant][figure] for measured in measurements if figure in measured[variant]]
+        )
 
-    for first in range(ROUNDS):
-        some = [sample for one_set in drawn for sample in one_set[first::ROUNDS]]
-        work = (judge.measure(sample, [precision]) for sample in some)
-        found += counted(work, f"samples, round {first + 1} of at most {ROUNDS}", len(some), say)
-        kl, top1 = of(precision, "kl"), of(precision, "top1")
+    for number in range(ROUNDS):
+        round_samples = [sample for one_set in samples_by_set for sample in one_set[number::ROUNDS]]
+        work = (judge.measure(sample, [precision]) for sample in round_samples)
+        measurements += counted(
+            work, f"samples, round {number + 1} of at most {ROUNDS}", len(round_samples), say
+        )
+        kl, top1 = values_of(precision, "kl"), values_of(precision, "top1")
         intervals = bootstrap(kl), bootstrap(top1)
         if sure := gate.is_sure(*intervals):
             break
     result = gate.decide(float(kl.mean()), float(top1.mean())) | {
         "kl_interval": list(intervals[0]),
         "top1_interval": list(intervals[1]),
-        "exact": float(of(precision, "exact").mean()),
-        "full_exact": float(of("full", "exact").mean()),
-        "samples": len(found),
+        "exact": float(values_of(precision, "exact").mean()),
+        "full_exact": float(values_of("full", "exact").mean()),
+        "samples": len(measurements),
         "sure": sure,
     }
     paths = gate.keep(names, precision, result)

@@ -49,8 +49,8 @@ def paired_p(values: NDArray[np.float64], others: NDArray[np.float64], seed: int
     """
     differences = values - others
     signs = default_rng(seed).choice((-1.0, 1.0), (RESAMPLES, len(differences)))
-    chance = np.abs((signs * differences).mean(1)) >= abs(differences.mean()) - 1e-12
-    return float((1 + chance.sum()) / (1 + RESAMPLES))
+    as_extreme = np.abs((signs * differences).mean(1)) >= abs(differences.mean()) - 1e-12
+    return float((1 + as_extreme.sum()) / (1 + RESAMPLES))
 
 
 def f1(said: Sequence[Hashable], wanted: Sequence[Hashable]) -> float:

@@ -22,20 +22,20 @@ class TeacherForcedText(AdapterLogitsProcessor):  # type: ignore[misc]  # vLLM i
         return False
 
     def new_req_logits_processor(self, params: Any) -> _Follow | None:
-        told = (params.extra_args or {}).get(FOLLOW)
-        if told is None:
+        request = (params.extra_args or {}).get(FOLLOW)
+        if request is None:
             return None
-        said: dict[int, torch.Tensor] = {}
+        recorded: dict[int, torch.Tensor] = {}
 
         def follow(output: list[int], logits: torch.Tensor) -> torch.Tensor:
-            at = len(output)
-            if at >= len(told["tokens"]):  # a step that vLLM scheduled past the request's end
+            position = len(output)
+            if position >= len(request["tokens"]):  # a step that vLLM scheduled past the request's end
                 return logits
-            said[at] = logits.float().log_softmax(-1).cpu()
-            if at == len(told["tokens"]) - 1:
-                np.save(told["file"], torch.stack([said[i] for i in range(at + 1)]).numpy())
+            recorded[position] = logits.float().log_softmax(-1).cpu()
+            if position == len(request["tokens"]) - 1:
+                np.save(request["file"], torch.stack([recorded[i] for i in range(position + 1)]).numpy())
             forced = torch.full_like(logits, float("-inf"))
-            forced[told["tokens"][at]] = 0.0
+            forced[request["tokens"][position]] = 0.0
             return forced
 
         return follow

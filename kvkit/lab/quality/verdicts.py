@@ -30,16 +30,17 @@ def check_blending(model: str, console: Console) -> None:
     with measuring(model), opened(folder, console, methods) as (judge, encode, _):
         served = served_names(folder, judge.config)
         names = list(dict.fromkeys([judge.weights, *served]))
-        gate = measure_gate(judge, encode, names, timed(console))
-    low, high = gate["kl_interval"]
+        verdict = measure_gate(judge, encode, names, timed(console))
+    low, high = verdict["kl_interval"]
     for line in (
-        f"{model}: blending 15 % changes the distribution of the next token by {gate['kl']:.4f} nats "
-        f"({low:.4f}–{high:.4f}), limit {gate['kl_limit']}; that is {gate['of_naive']:.2f} of the change "
-        f"by reuse without recomputation ({gate['naive_kl']:.4f}), limit {gate['of_naive_limit']}",
-        *_kept(gate, served),
+        f"{model}: blending 15 % changes the distribution of the next token by {verdict['kl']:.4f} nats "
+        f"({low:.4f}–{high:.4f}), limit {verdict['kl_limit']}; that is {verdict['of_naive']:.2f} of "
+        f"the change by reuse without recomputation ({verdict['naive_kl']:.4f}), "
+        f"limit {verdict['of_naive_limit']}",
+        *_kept(verdict, served),
     ):
         console.print(line, markup=False, highlight=False, soft_wrap=True)
-    if not gate["passed"]:
+    if not verdict["passed"]:
         raise BenchError("this model must not be blended")
     console.print("this model may be blended")
 
@@ -61,20 +62,24 @@ def check_precision(form: str, model: str, console: Console) -> None:
     judge, encode = gate.load(folder, console)
     served = served_names(folder, judge.model.config)
     with measuring(model):
-        found = gate.measure_gate(judge, encode, [judge.weights, *served], precision, timed(console))
+        verdict = gate.measure_gate(judge, encode, [judge.weights, *served], precision, timed(console))
     for line in (
-        f"{model}, {found['samples']} samples, 95 % intervals: KV in {precision} changes the distribution of "
-        f"the next token by {found['kl']:.5f} nats "
-        f"({found['kl_interval'][0]:.5f}–{found['kl_interval'][1]:.5f}), limit {found['kl_limit']}; the most "
-        f"likely token is the same in {found['top1']:.1%} ({found['top1_interval'][0]:.1%}–"
-        f"{found['top1_interval'][1]:.1%}), limit {found['top1_limit']:.0%}; "
-        f"{found['exact']:.0%} of the codes are repeated correctly, {found['full_exact']:.0%} in full "
+        f"{model}, {verdict['samples']} samples, 95 % intervals: KV in {precision} changes the distribution "
+        f"of the next token by {verdict['kl']:.5f} nats "
+        f"({verdict['kl_interval'][0]:.5f}–{verdict['kl_interval'][1]:.5f}), limit {verdict['kl_limit']}; "
+        f"the most likely token is the same in {verdict['top1']:.1%} ({verdict['top1_interval'][0]:.1%}–"
+        f"{verdict['top1_interval'][1]:.1%}), limit {verdict['top1_limit']:.0%}; "
+        f"{verdict['exact']:.0%} of the codes are repeated correctly, {verdict['full_exact']:.0%} in full "
         "precision",
-        *([] if found["sure"] else ["a limit lies within its interval: other texts may change the verdict"]),
-        *_kept(found, served),
+        *(
+            []
+            if verdict["sure"]
+            else ["a limit lies within its interval: other texts may change the verdict"]
+        ),
+        *_kept(verdict, served),
     ):
         console.print(line, markup=False, highlight=False, soft_wrap=True)
-    if not found["passed"]:
+    if not verdict["passed"]:
         raise BenchError(f"this model's KV must not be held in {precision}")
     console.print(f"this model's KV may be held in {precision}")
 
@@ -93,10 +98,10 @@ def _prepare(kind: str) -> None:
         ) from error
 
 
-def _kept(found: dict[str, Any], served: list[str]) -> list[str]:
+def _kept(verdict: dict[str, Any], served: list[str]) -> list[str]:
     """Return lines that state the location of a verdict."""
-    unseen = "not kept for engines of vLLM, which need blake3 to find it: pip install 'kvkit-llm[blake3]'"
-    return [f"kept in {', '.join(found['paths'])}", *([] if served else [unseen])]
+    hint = "not kept for engines of vLLM, which need blake3 to find it: pip install 'kvkit-llm[blake3]'"
+    return [f"kept in {', '.join(verdict['paths'])}", *([] if served else [hint])]
 
 
 def served_names(model: str, config: Any) -> list[str]:

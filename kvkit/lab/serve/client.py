@@ -75,10 +75,10 @@ def connect(name: str, url: str, model: str | None = None, timeout_s: float = 30
         known = {str(entry["id"]): entry for entry in models}
     except (OSError, http.client.HTTPException, ValueError, LookupError, TypeError) as error:
         raise BenchError(f"{url}: no OpenAI-compatible server ({_words(error)})") from error
-    chosen = model or next(iter(known), None)
-    if chosen is None or chosen not in known:
-        raise BenchError(f"model = {chosen!r}: {url} has {', '.join(known) or 'none'}")
-    return Target(name, base, chosen, vllm=known[chosen].get("owned_by") == "vllm")
+    selected = model or next(iter(known), None)
+    if selected is None or selected not in known:
+        raise BenchError(f"model = {selected!r}: {url} has {', '.join(known) or 'none'}")
+    return Target(name, base, selected, vllm=known[selected].get("owned_by") == "vllm")
 
 
 def drive(
@@ -150,8 +150,8 @@ def ask(server: Target, request: CompletionRequest, prompt: str, timeout_s: floa
         if server.vllm and request.documents:
             body["prompt"], spans = tokenize(server, prompt, request.documents, timeout_s)
             if server.blends and request.again:
-                asked = {"documents": spans, "prefix": spans[0][0]}
-                body["kv_transfer_params"] = {"blend": asked} | body.get("kv_transfer_params", {})
+                blend_request = {"documents": spans, "prefix": spans[0][0]}
+                body["kv_transfer_params"] = {"blend": blend_request} | body.get("kv_transfer_params", {})
             start = time.perf_counter()
         for event in stream(f"{server.url}/v1/completions", body, timeout_s):
             if "error" in event:
@@ -168,8 +168,8 @@ def ask(server: Target, request: CompletionRequest, prompt: str, timeout_s: floa
         error = _words(caught)
     end = time.perf_counter()
     if error is not None or not finished:
-        late = end - start >= timeout_s
-        error = f"not answered within {timeout_s:g} s" if late else error or "the stream ended early"
+        timed_out = end - start >= timeout_s
+        error = f"not answered within {timeout_s:g} s" if timed_out else error or "the stream ended early"
         return Completion(request.again, total_s=end - start, error=error)
     details = usage.get("prompt_tokens_details") or {}
     text = "".join(pieces)
@@ -214,10 +214,10 @@ def tokenize(
 def counted_hits(server: Target) -> int | None:
     """Return prompt tokens that a vLLM server found in caches since its start; None without such metrics."""
     try:
-        found = _counters(server, HIT_COUNTERS)
+        counters = _counters(server, HIT_COUNTERS)
     except BenchError:
         return None
-    return int(sum(sample.value for sample in found)) if found else None
+    return int(sum(sample.value for sample in counters)) if counters else None
 
 
 def loaded_tokens(server: Target) -> dict[str, int]:
@@ -226,8 +226,8 @@ def loaded_tokens(server: Target) -> dict[str, int]:
     Raises:
         BenchError: the server's metrics cannot be read.
     """
-    found = _counters(server, ["vllm:kvkit_loaded_tokens"])
-    return {s.labels["tier"]: int(s.value) for s in found if s.labels["rank"] == "0"}
+    counters = _counters(server, ["vllm:kvkit_loaded_tokens"])
+    return {s.labels["tier"]: int(s.value) for s in counters if s.labels["rank"] == "0"}
 
 
 def blend_tokens(server: Target) -> Counter[str]:
@@ -239,8 +239,8 @@ def blend_tokens(server: Target) -> Counter[str]:
         BenchError: the server's metrics cannot be read.
     """
     kinds = {f"vllm:kvkit_blend_{kind}_tokens": kind for kind in ("exact", "reused", "selected", "computed")}
-    found = _counters(server, list(kinds))
-    return Counter({kinds[s.name.removesuffix("_total")]: int(s.value) for s in found})
+    counters = _counters(server, list(kinds))
+    return Counter({kinds[s.name.removesuffix("_total")]: int(s.value) for s in counters})
 
 
 def _counters(server: Target, names: Sequence[str]) -> list[Sample]:
@@ -256,10 +256,10 @@ def samples(server: Target, names: Sequence[str]) -> list[Sample]:
     """
     try:
         text = _get(f"{server.url}/metrics", _METRICS_S).decode()
-        found = [f for f in text_string_to_metric_families(text) if f.name in names]
+        families = [f for f in text_string_to_metric_families(text) if f.name in names]
     except (OSError, http.client.HTTPException, ValueError) as error:
         raise BenchError(f"{server.url}/metrics: {_words(error)}") from error
-    return [sample for family in found for sample in family.samples]
+    return [sample for family in families for sample in family.samples]
 
 
 def _get(url: str, timeout_s: float) -> bytes:
@@ -291,12 +291,12 @@ def exchange(
         OSError, HTTPException: the server does not answer, or its status is not 200.
     """
     parts = urlsplit(url)
-    kind = http.client.HTTPSConnection if parts.scheme == "https" else http.client.HTTPConnection
+    connection_type = http.client.HTTPSConnection if parts.scheme == "https" else http.client.HTTPConnection
     headers = {"Content-Type": "application/json"}
     if key := os.environ.get("OPENAI_API_KEY"):
         headers["Authorization"] = f"Bearer {key}"
     start = time.monotonic()
-    with closing(kind(parts.netloc, timeout=timeout_s)) as connection:
+    with closing(connection_type(parts.netloc, timeout=timeout_s)) as connection:
         connection.connect()
         watch = threading.Timer(max(0.0, start + timeout_s - time.monotonic()), _cut, [connection.sock])
         watch.daemon = True

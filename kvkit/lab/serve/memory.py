@@ -56,17 +56,17 @@ def split(available: int, servers: int, weights: int, tiers: int, most: int | No
     Raises:
         MemoryTooSmall: less than `LEAST_BYTES` would remain for each server.
     """
-    each = (available - tiers - servers * (weights + PROCESS_BYTES)) // 2 // servers
-    if each < LEAST_BYTES:
-        took = (
+    block_bytes = (available - tiers - servers * (weights + PROCESS_BYTES)) // 2 // servers
+    if block_bytes < LEAST_BYTES:
+        needs = (
             f"{servers} vLLM servers with {gib(weights)} of weights and {gib(PROCESS_BYTES)} of overhead each"
         )
         raise MemoryTooSmall(
-            f"{took}, {gib(tiers)} of tiers and {gib(LEAST_BYTES)} of blocks for each do not fit: "
+            f"{needs}, {gib(tiers)} of tiers and {gib(LEAST_BYTES)} of blocks for each do not fit: "
             f"{gib(available)} are available; use a smaller model or fewer servers at a time, or set the "
             f"bytes of blocks with {_OPTIONS[0]}"
         )
-    return each if most is None else min(each, most)
+    return block_bytes if most is None else min(block_bytes, most)
 
 
 def share(
@@ -82,20 +82,24 @@ def share(
     Raises:
         MemoryTooSmall: the servers do not fit.
     """
-    given = [word.partition("=")[0].replace("_", "-") for word in options]
-    if chosen := [name for name in _OPTIONS if name in given]:
+    option_names = [option.partition("=")[0].replace("_", "-") for option in options]
+    if chosen := [name for name in _OPTIONS if name in option_names]:
         return Share(None, (), f"vLLM's memory: set by {chosen[0]}")
     if gpu_name() is not None:
         fraction = f"{_OF_A_GPU / servers:.2f}"
-        words = f"vLLM's memory: {fraction} of the GPU" + (" each" if servers > 1 else "")
-        return Share(None, (_OPTIONS[1], fraction), words)
+        description = f"vLLM's memory: {fraction} of the GPU" + (" each" if servers > 1 else "")
+        return Share(None, (_OPTIONS[1], fraction), description)
     if os.environ.get(_VARIABLE):
         return Share(None, (), f"vLLM's memory: set by {_VARIABLE}")
     available = available_bytes()
-    each = split(available, servers, weight_bytes(model), tiers, most)
-    words = f"vLLM's blocks: {gib(each)}" + (f" for each of {servers}" if servers > 1 else "")
-    beside = f", {gib(tiers)} of them for tiers" if tiers else ""
-    return Share(each, (_OPTIONS[0], str(each)), f"{words}; {gib(available)} are available{beside}")
+    block_bytes = split(available, servers, weight_bytes(model), tiers, most)
+    description = f"vLLM's blocks: {gib(block_bytes)}" + (f" for each of {servers}" if servers > 1 else "")
+    tiers_note = f", {gib(tiers)} of them for tiers" if tiers else ""
+    return Share(
+        block_bytes,
+        (_OPTIONS[0], str(block_bytes)),
+        f"{description}; {gib(available)} are available{tiers_note}",
+    )
 
 
 def weight_bytes(model: str) -> int:
@@ -106,8 +110,8 @@ def weight_bytes(model: str) -> int:
 
 def tier_bytes(config: Config) -> int:
     """Return bytes of host memory of a cache with this configuration: slots, memory tiers, handoff buffer."""
-    kept = [tier.capacity for tier in config.tiers.values() if tier.url is None and tier.kind is None]
-    sizes = [size for size in kept if isinstance(size, int)]
+    capacities = [tier.capacity for tier in config.tiers.values() if tier.url is None and tier.kind is None]
+    sizes = [size for size in capacities if isinstance(size, int)]
     return config.staging + sum(sizes) + (config.handoff.buffer or 0 if config.handoff else 0)
 
 
@@ -155,11 +159,13 @@ def _left_in_groups() -> Iterator[int]:
 def _left(group: Path, limit: str, usage: str, dropped: str) -> int | None:
     """Return bytes left in a cgroup; None: it has no limit."""
     try:
-        most, used = (group / limit).read_text().strip(), int((group / usage).read_text())
+        limit_text, used = (group / limit).read_text().strip(), int((group / usage).read_text())
     except OSError:
         return None
     return (
-        None if most == "max" else max(0, int(most) - used + (_number(group / "memory.stat", dropped) or 0))
+        None
+        if limit_text == "max"
+        else max(0, int(limit_text) - used + (_number(group / "memory.stat", dropped) or 0))
     )
 
 

@@ -21,31 +21,34 @@ def replayed(trace: Trace, seed: int, requests: int, speed: float | None = None)
     """
     numbers: dict[str, int] = {}
     seen: set[str] = set()
-    made = []
+    completion_requests = []
     for i, request in enumerate(trace.requests[:requests]):
         names = request.chunks[: request.prompt_chunks]
-        rest = request.input_tokens - len(names) * trace.block_tokens
-        parts = [text_of(_random(seed, name), trace.block_tokens) for name in names]
-        parts += [text_of(_random(seed, f"rest {i}"), rest)] if rest else []
+        rest_tokens = request.input_tokens - len(names) * trace.block_tokens
+        texts = [text_of(_random(seed, name), trace.block_tokens) for name in names]
+        texts += [text_of(_random(seed, f"rest {i}"), rest_tokens)] if rest_tokens else []
         first = trace.requests[0].timestamp_ms
-        made.append(
+        completion_requests.append(
             CompletionRequest(
                 session=numbers.setdefault(request.session, len(numbers)),
-                text=" ".join(parts),
+                text=" ".join(texts),
                 again=bool(names) and names[0] in seen,
                 arrival_s=0.0 if speed is None else (request.timestamp_ms - first) / 1000 / speed,
                 follows=False,
             )
         )
         seen.update(names[:1])
-    return made
+    return completion_requests
 
 
 def prompts_alone(trace: Trace, requests: int) -> Trace:
     """Return the trace without answers, as `replayed` sends it, to simulate the same requests."""
-    some = trace.requests[:requests]
-    alone = (replace(one, chunks=one.chunks[: one.prompt_chunks], output_tokens=0) for one in some)
-    return Trace(trace.block_tokens, tuple(alone))
+    selected = trace.requests[:requests]
+    prompts = (
+        replace(request, chunks=request.chunks[: request.prompt_chunks], output_tokens=0)
+        for request in selected
+    )
+    return Trace(trace.block_tokens, tuple(prompts))
 
 
 def _random(seed: int, name: str) -> np.random.Generator:

@@ -29,8 +29,8 @@ class Measured:
 
     def __add__(self, other: Measured) -> Measured:
         """Return the rounds of both as one measurement."""
-        told = self.hit_tokens is not None and other.hit_tokens is not None
-        hits = (self.hit_tokens or 0) + (other.hit_tokens or 0) if told else None
+        both_reported = self.hit_tokens is not None and other.hit_tokens is not None
+        hits = (self.hit_tokens or 0) + (other.hit_tokens or 0) if both_reported else None
         answers, wall_s = self.answers + other.answers, self.wall_s + other.wall_s
         return Measured(self.system, self.workload, answers, wall_s, hits)
 
@@ -72,9 +72,9 @@ def overheads(found: Sequence[Measured]) -> dict[str, dict[str, float]]:
     ratios = {}
     for measured in control[1:]:
         pairs = zip(measured.answers, control[0].answers, strict=True)
-        each = [a.ttft_s / b.ttft_s for a, b in pairs if a.error is None and b.error is None]
-        if len(each) > 1:
-            low, middle, high = statistics.quantiles(each, method="inclusive")
+        request_ratios = [a.ttft_s / b.ttft_s for a, b in pairs if a.error is None and b.error is None]
+        if len(request_ratios) > 1:
+            low, middle, high = statistics.quantiles(request_ratios, method="inclusive")
             ratios[measured.system] = {"median": middle, "p25": low, "p75": high}
     return ratios
 
@@ -94,13 +94,13 @@ def tables(found: Sequence[Measured]) -> list[Table]:
     """Return a table per workload, and one of the overheads if there are any."""
     made = []
     for workload in dict.fromkeys(measured.workload for measured in found):
-        mine = [measured for measured in found if measured.workload == workload]
-        rows = [summarise(measured) for measured in mine]
+        measurements = [measured for measured in found if measured.workload == workload]
+        rows = [summarise(measured) for measured in measurements]
         judged = any(row["judged_answers"] for row in rows)
         columns = ("hit tokens", "first", "TTFT p50", "p99", "gap", "tokens/s")
         heads = [*columns, *(["exact"] if judged else [])]
         shown = Table("system", *(Column(head, justify="right") for head in heads), title=workload)
-        for measured, row in zip(mine, rows, strict=True):
+        for measured, row in zip(measurements, rows, strict=True):
             failed = f" ({row['errors']} failed)" if row["errors"] else ""
             share = "?" if row["hit_tokens"] is None else f"{row['hit_tokens']:,} of {row['prompt_tokens']:,}"
             shown.add_row(
@@ -129,8 +129,8 @@ def draw(found: Sequence[Measured], path: Path) -> None:
         ConfigError: matplotlib is not installed.
     """
     workloads = list(dict.fromkeys(measured.workload for measured in found))
-    figure, each = panels(len(workloads), 3.2, 3.2)
-    for axes, workload in zip(each, workloads, strict=True):
+    figure, all_axes = panels(len(workloads), 3.2, 3.2)
+    for axes, workload in zip(all_axes, workloads, strict=True):
         for number, measured in enumerate(m for m in found if m.workload == workload):
             good = [answer for answer in measured.answers if answer.error is None]
             for again, style in ((False, ":"), (True, "-")):
@@ -142,7 +142,7 @@ def draw(found: Sequence[Measured], path: Path) -> None:
         axes.set_xlim(left=0)
         axes.grid(alpha=0.3)
         axes.legend(fontsize=7)
-    each[0].set_ylabel("share of requests")
+    all_axes[0].set_ylabel("share of requests")
     try:
         figure.savefig(path, dpi=120)
     except (OSError, ValueError) as error:

@@ -75,8 +75,8 @@ def run(traffic: Traffic, targets: Targets, json_path: Path, png_path: Path | No
         groups: list[Sequence[str | Target]] = [*([system] for system in chosen), running]
         if targets.interleave:
             groups = [[*chosen, *running]]
-        found = _measure_groups(groups, setup, {w: known[w] for w in workloads}, traffic, lost, say)
-    results = [found[key] for key in product(workloads, names) if key in found]
+        measurements = _measure_groups(groups, setup, {w: known[w] for w in workloads}, traffic, lost, say)
+    results = [measurements[key] for key in product(workloads, names) if key in measurements]
     if results:
         for table in tables(results):
             show(table, console)
@@ -102,7 +102,7 @@ def run(traffic: Traffic, targets: Targets, json_path: Path, png_path: Path | No
 
 
 def _installed(systems: Sequence[str], say: Say) -> list[str]:
-    """Return those of `systems` that are installed, and tell of the others."""
+    """Return those of `systems` that are installed, and print why the others are left out."""
     chosen = []
     for system in systems:
         if reason := missing(system):
@@ -124,14 +124,14 @@ def _measure_groups(
 
     Servers of a group run at once and alternate. Mutates `lost`: adds the reason for each server that failed.
     """
-    found: dict[tuple[str, str], Measured] = {}
+    measurements: dict[tuple[str, str], Measured] = {}
     for servers in groups:
         with ExitStack() as stack:
             ready = _start_all(servers, setup, stack, lost, say)
             for measured in measure(ready, workloads, traffic, lost, say):
                 key = measured.workload, measured.system
-                found[key] = found[key] + measured if key in found else measured
-    return found
+                measurements[key] = measurements[key] + measured if key in measurements else measured
+    return measurements
 
 
 def _check_complete(results: Sequence[Measured], lost: Mapping[str, str]) -> None:
@@ -164,20 +164,20 @@ def measure(
         if (error := _warm_up(server, traffic)) is None:
             ready.append(server)
             continue
-        why = memory.killed(kills)
-        said = error if why is None else f"{error} ({why})"
-        lost[server.name] = f"{server.name}: {server.url} does not answer: {said}"
+        reason = memory.killed(kills)
+        message = error if reason is None else f"{error} ({reason})"
+        lost[server.name] = f"{server.name}: {server.url} does not answer: {message}"
         say(f"{server.name}: left out, it does not answer")
     for number in range(traffic.rounds if ready else 0):
-        turn = number % len(ready)
+        rotation = number % len(ready)
         for workload, make in workloads.items():
             requests = _round(make, traffic, number)
-            for server in [*ready[turn:], *ready[:turn]]:
+            for server in [*ready[rotation:], *ready[:rotation]]:
                 say(f"round {number + 1} of {traffic.rounds}: {workload} on {server.name}")
                 kills = memory.kills()
                 measured = _measure(server, workload, requests, traffic)
-                if any(answer.error for answer in measured.answers) and (why := memory.killed(kills)):
-                    lost[server.name] = f"{server.name}: {why} during {workload}"
+                if any(answer.error for answer in measured.answers) and (reason := memory.killed(kills)):
+                    lost[server.name] = f"{server.name}: {reason} during {workload}"
                 yield measured
 
 
@@ -207,9 +207,9 @@ def _known(traffic: Traffic) -> dict[str, Workload]:
 def _round(make: Workload, traffic: Traffic, number: int) -> list[CompletionRequest]:
     """Return the requests of one round; its seed is the given seed plus its number."""
     seed = traffic.seed + number
-    made = make(seed, traffic.requests, traffic.words)
-    made = [replace(request, max_tokens=traffic.max_tokens) for request in made]
-    return made if traffic.rate is None else arriving(made, traffic.rate, seed)
+    requests = make(seed, traffic.requests, traffic.words)
+    requests = [replace(request, max_tokens=traffic.max_tokens) for request in requests]
+    return requests if traffic.rate is None else arriving(requests, traffic.rate, seed)
 
 
 def _warm_up(server: Target, traffic: Traffic) -> str | None:
@@ -217,8 +217,8 @@ def _warm_up(server: Target, traffic: Traffic) -> str | None:
 
     The second request repeats the document of the first one, to cover the work of a first hit.
     """
-    warm = document_qa(traffic.seed + traffic.rounds, 2, traffic.words, asked=2)
-    errors = (answer.error for answer in drive(server, warm, 1, traffic.timeout_s)[0])
+    requests = document_qa(traffic.seed + traffic.rounds, 2, traffic.words, asked=2)
+    errors = (answer.error for answer in drive(server, requests, 1, traffic.timeout_s)[0])
     return next((error for error in errors if error is not None), None)
 
 
@@ -228,9 +228,11 @@ def _measure(
     before = counted_hits(server)
     answers, wall_s = drive(server, requests, traffic.concurrency, traffic.timeout_s)
     after = counted_hits(server)
-    told = [answer.cached_tokens for answer in answers if answer.cached_tokens is not None]
-    counted = after - before if before is not None and after is not None else None
-    return Measured(server.name, workload, tuple(answers), wall_s, sum(told) if told else counted)
+    reported = [answer.cached_tokens for answer in answers if answer.cached_tokens is not None]
+    counted_tokens = after - before if before is not None and after is not None else None
+    return Measured(
+        server.name, workload, tuple(answers), wall_s, sum(reported) if reported else counted_tokens
+    )
 
 
 def _chosen(setting: str, text: str, known: Sequence[str]) -> tuple[str, ...]:
@@ -265,12 +267,12 @@ def _sized(setup: Setup, config: Config | None, systems: Sequence[str], interlea
     Raises:
         MemoryTooSmall: the servers do not fit.
     """
-    cache = (setup.memory_gib << 30) + STAGING_BYTES if config is None else memory.tier_bytes(config)
-    caches = len(WITH_CACHE.intersection(systems))
+    cache_bytes = (setup.memory_gib << 30) + STAGING_BYTES if config is None else memory.tier_bytes(config)
+    cache_count = len(WITH_CACHE.intersection(systems))
     share = memory.share(
         setup.model,
         servers=len(systems) if interleave else 1,
-        tiers=cache * (caches if interleave else min(1, caches)),
+        tiers=cache_bytes * (cache_count if interleave else min(1, cache_count)),
         options=setup.options,
     )
     return replace(setup, options=(*share.options, *setup.options), memory=share.words)

@@ -97,16 +97,18 @@ def started(system: str, setup: Setup) -> Iterator[str]:
             environment |= _QUIET
             environment["PYTHONPATH"] = os.pathsep.join(filter(None, [_peers(), os.getenv("PYTHONPATH")]))
             port = stack.enter_context(_lmcache_server(setup, environment))
-            server = {"lmcache.mp.host": "tcp://127.0.0.1", "lmcache.mp.port": port}
+            server_address = {"lmcache.mp.host": "tcp://127.0.0.1", "lmcache.mp.port": port}
             transfer = {"kv_connector": "LMCacheMPConnector", "kv_role": "kv_both"}
-            transfer["kv_connector_extra_config"] = server
+            transfer["kv_connector_extra_config"] = server_address
         connector = ["--kv-transfer-config", json.dumps(transfer)] if transfer else []
         port = free_port()
         # `options` come last, so they may still enable the prefix cache
         command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server"]
         command += ["--model", setup.model, "--host", "127.0.0.1", "--port", str(port)]
-        own = "--enable-prefix-caching" if system == "prefix-caching" else "--no-enable-prefix-caching"
-        command += ["--enable-prompt-tokens-details", own, *connector]
+        prefix_caching = (
+            "--enable-prefix-caching" if system == "prefix-caching" else "--no-enable-prefix-caching"
+        )
+        command += ["--enable-prompt-tokens-details", prefix_caching, *connector]
         command += setup.options
         with serving(system, command, environment, setup.folder, lambda: healthy(port), setup.memory):
             yield f"http://127.0.0.1:{port}"
@@ -124,10 +126,10 @@ def routed(prefill: str, decode: str, folder: Path, handoff: str | None = None) 
     """
     port = free_port()
     config = folder / "router.toml"
-    where = "" if handoff is None else f'handoff = "{handoff}"\n'
+    handoff_line = "" if handoff is None else f'handoff = "{handoff}"\n'
     config.write_text(
         "direct_tokens = 0\ndirect_share = 0.0\nmax_slowdown = 1000.0\n"
-        f'[prefill.p]\nurl = "{prefill}"\n[decode.d]\nurl = "{decode}"\n{where}'
+        f'[prefill.p]\nurl = "{prefill}"\n[decode.d]\nurl = "{decode}"\n{handoff_line}'
     )
     command = [sys.executable, "-c", "from kvkit.cli import main; main()", "router", "--port", str(port)]
     command += ["--config", str(config)]
@@ -170,17 +172,17 @@ def serving(
                     f"{name} ended with {code}{_killed(kills, code, path, memory)}:\n{tail(path)}"
                 )
             if time.monotonic() > deadline:
-                why = _killed(kills, None, path, memory)
-                raise BenchError(f"{name} did not serve within {START_S:.0f} s{why}:\n{tail(path)}")
+                reason = _killed(kills, None, path, memory)
+                raise BenchError(f"{name} did not serve within {START_S:.0f} s{reason}:\n{tail(path)}")
         try:
             yield process
         except Exception as error:
-            ended = process.poll()
+            exit_code = process.poll()
             # the kernel's counter is no evidence if the process is alive: other processes run here, too
-            why = _killed(None if ended is None else kills, ended, path, memory)
-            if not why:
+            reason = _killed(None if exit_code is None else kills, exit_code, path, memory)
+            if not reason:
                 raise
-            raise BenchError(f"{name} stopped serving{why}:\n{tail(path)}") from error
+            raise BenchError(f"{name} stopped serving{reason}:\n{tail(path)}") from error
     finally:
         process.terminate()
         with suppress(subprocess.TimeoutExpired):
@@ -193,11 +195,11 @@ def serving(
 @contextmanager
 def ended_by_sigterm() -> Iterator[None]:
     """Make SIGTERM end this process by an exception, so that the servers it started end, too."""
-    before = signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
+    previous_handler = signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
     try:
         yield
     finally:
-        signal.signal(signal.SIGTERM, before)
+        signal.signal(signal.SIGTERM, previous_handler)
 
 
 def _kvkit(setup: Setup, blend: bool) -> dict[str, Any]:
@@ -260,13 +262,13 @@ def _peers() -> str | None:
 
 
 def _killed(kills: int | None, code: int | None, path: Path, memory: str) -> str:
-    """Return words for the kill of a process and its memory; "" without evidence."""
-    why = killed(kills, code, path.read_text(errors="replace"))
-    return "" if why is None else f", {why}" + (f" ({memory})" if memory else "")
+    """Return a clause that states the kill of a process and its memory; "" without evidence."""
+    reason = killed(kills, code, path.read_text(errors="replace"))
+    return "" if reason is None else f", {reason}" + (f" ({memory})" if memory else "")
 
 
 def tail(path: Path) -> str:
     """Return the end of a log, after the last errors before it: vLLM logs their cause first."""
     lines = path.read_text(errors="replace").splitlines()
-    wrong = [line for line in lines[:-_TAIL_LINES] if re.search(r"ERROR.*\w(Error|Exception): ", line)]
-    return "\n".join([*wrong[-_CAUSES:], *lines[-_TAIL_LINES:]])
+    error_lines = [line for line in lines[:-_TAIL_LINES] if re.search(r"ERROR.*\w(Error|Exception): ", line)]
+    return "\n".join([*error_lines[-_CAUSES:], *lines[-_TAIL_LINES:]])

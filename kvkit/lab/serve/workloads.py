@@ -72,21 +72,21 @@ def document_permutation(seed: int, requests: int, words: int, documents: int = 
     """Return questions after the same `documents` in random orders, `words` words in all."""
     rng = _rng(seed, "document-permutation")
     texts = [text_of(rng, max(1, words // documents)) for _ in range(documents)]
-    made, seen = [], set[int]()
+    completion_requests, seen = [], set[int]()
     for i in range(requests):
         order = [int(d) for d in rng.permutation(documents)]
         text = "\n\n".join([*(texts[d] for d in order), _question(rng)])
-        made.append(CompletionRequest(i, text, again=order[0] in seen))
+        completion_requests.append(CompletionRequest(i, text, again=order[0] in seen))
         seen.add(order[0])
-    return made
+    return completion_requests
 
 
 def chat(seed: int, requests: int, words: int, turns: int = 4) -> list[CompletionRequest]:
     """Return interleaved conversations of `turns` turns, `words` words from the user in each conversation."""
     rng = _rng(seed, "chat")
     sessions = -(-requests // turns)
-    said = (f"\n\nUser: {text_of(rng, words // turns)}\n\nAssistant:" for _ in range(requests))
-    return [CompletionRequest(i % sessions, text, again=i >= sessions) for i, text in enumerate(said)]
+    messages = (f"\n\nUser: {text_of(rng, words // turns)}\n\nAssistant:" for _ in range(requests))
+    return [CompletionRequest(i % sessions, text, again=i >= sessions) for i, text in enumerate(messages)]
 
 
 def system_prompt(seed: int, requests: int, words: int) -> list[CompletionRequest]:
@@ -108,19 +108,19 @@ def rag(seed: int, requests: int, words: int, drawn: int = 4) -> list[Completion
     drawn = min(drawn, count)
     codes = [str(code) for code in rng.integers(10_000, 100_000, count)]
     documents = [told(text_of(rng, max(1, words // drawn - 5)), names[d], codes[d]) for d in range(count)]
-    made = [
+    completion_requests = [
         CompletionRequest(d, text, False, documents=((0, len(text)),)) for d, text in enumerate(documents)
     ]
     popularity = 1 / np.arange(1, count + 1)
     for i in range(count, requests):
-        found = rng.choice(count, drawn, replace=False, p=popularity / popularity.sum())
-        order = [int(d) for d in rng.permutation(found)]
-        asked = order[int(rng.integers(drawn))]
+        chosen = rng.choice(count, drawn, replace=False, p=popularity / popularity.sum())
+        order = [int(d) for d in rng.permutation(chosen)]
+        target = order[int(rng.integers(drawn))]
         ends = accumulate((len(documents[d]) for d in order), initial=0)
-        text = "".join([*(documents[d] for d in order), asking(names[asked])])
+        text = "".join([*(documents[d] for d in order), asking(names[target])])
         spans = tuple(pairwise(ends))
-        made.append(CompletionRequest(i, text, True, documents=spans, answer=codes[asked]))
-    return made
+        completion_requests.append(CompletionRequest(i, text, True, documents=spans, answer=codes[target]))
+    return completion_requests
 
 
 def told(text: str, name: str, code: str) -> str:

@@ -1,1 +1,1 @@
-"""`kvkit simulate`: traces through nodes and tiers, by the functions of the cache."""
+"""`kvkit simulate`: runs a trace through nodes and tiers with the cache's own functions."""

@@ -196,16 +196,18 @@ class SimulationConfig(_Settings):
     def _policies_name_tiers(self) -> SimulationConfig:
         for role in ("both", "prefill", "decode"):
             check(self.policy_of(role), self.tiers)
-        narrow = [name for name, tier in self.tiers.items() if tier.precision is not None]
-        if self.model.state_bytes and narrow:
-            raise ValueError(f"tiers.{narrow[0]}.precision: want none for a model with states (state_bytes)")
+        quantised = [name for name, tier in self.tiers.items() if tier.precision is not None]
+        if self.model.state_bytes and quantised:
+            raise ValueError(
+                f"tiers.{quantised[0]}.precision: want none for a model with states (state_bytes)"
+            )
         return self
 
     def policy_of(self, role: Role) -> Policy:
         """Return the policy of a node of this role, with defaults filled in."""
-        every = self.policy.model_dump(exclude_none=True)
-        own = {name: every.pop(name) for name in ("prefill", "decode")}.get(role, {})
-        return replace(Policy.default(self.tiers), **every | own)
+        common = self.policy.model_dump(exclude_none=True)
+        role_settings = {name: common.pop(name) for name in ("prefill", "decode")}.get(role, {})
+        return replace(Policy.default(self.tiers), **common | role_settings)
 
     def bytes_per_token(self, tier: str) -> int:
         """Return a tier's bytes per token; with a `precision`, a byte per number, and scales per head."""

@@ -1,18 +1,18 @@
 """The simulator: takes a trace through nodes and tiers with the cache's plans, policies and eviction.
 
-Requests are served in order of arrival, each at once: a request finds all that earlier ones stored. Per
-request
+Requests are served in order of arrival, without overlap: a request finds everything that earlier requests
+stored. For each request
 
     1. a router picks the node and, with roles, also the decode node
-    2. the node's tiers are asked in turn for the leading run of the prompt's chunks (as `Cache.lookup`); with
-       states, the run ends at a snapshot before the last token
+    2. the node's tiers are searched in order for the leading run of the prompt's chunks (as `Cache.lookup`);
+       with states, the run ends at a snapshot before the last token
     3. the run is loaded, tier after tier, and written back as the policy requires (as `Cache.load`);
-       quantised tiers are asked last, and nothing from them is written back
+       quantised tiers are searched last, and nothing from them is written back
     4. the rest of the prompt is computed, at least its last token
     5. prompt and answer are stored (as `Cache.store`), except chunks that depend on quantised KV. Snapshots
        that the policy keeps are stored too: the engine has the states at the end of each chunk that it
        computes. With roles, the prefill node stores the prompt and hands over the KV that the decode node's
-       own tiers lack; the decode node stores prompt and answer. Neither loads quantised KV then
+       own tiers lack; the decode node stores prompt and answer. Neither node loads quantised KV
 
 The time to the first token is the sum of loading, computing and handing over. A node serves one request at a
 time until then; the wait for the node is reported separately.
@@ -42,7 +42,7 @@ class Report:
     requests: int = 0
     prompt_tokens: int = 0
     chunk_lookups: int = 0  # chunks that prefill and decode nodes looked up
-    hit_tokens: Counter[str] = field(default_factory=Counter)  # that prefill nodes did not compute
+    hit_tokens: Counter[str] = field(default_factory=Counter)  # prompt tokens that prefill nodes loaded
     computed_tokens: int = 0  # of prompts
     decode_hit_tokens: Counter[str] = field(default_factory=Counter)  # of decode nodes, in their own tiers
     read_bytes: Counter[str] = field(default_factory=Counter)  # over the link to the tier
@@ -138,11 +138,11 @@ class Simulator:
         if failures:
             raise ConfigError(f"eviction policy {failures[0]}")
         report = self.report
-        copies = Counter(name for name, _ in self._states)
+        instances = Counter(name for name, _ in self._states)
         for name, tier in self.config.tiers.items():
             limit = tier.capacity
-            held = report.peak_bytes.get(name, 0) if limit is None else int(limit) * copies[name]
-            report.cost_per_month[name] = held / 1e9 * tier.price_per_gb_month
+            size_bytes = report.peak_bytes.get(name, 0) if limit is None else int(limit) * instances[name]
+            report.cost_per_month[name] = size_bytes / 1e9 * tier.price_per_gb_month
         return report
 
     def _nodes(self, role: Role, first: int, count: int) -> list[Node]:
@@ -153,10 +153,10 @@ class Simulator:
     def _tier(self, name: str, node: int) -> eviction.EvictionState:
         """Return a tier's state for the node with this number; nodes may share it."""
         tier = self.config.tiers[name]
-        which = {"node": node, "host": node // self.config.nodes.per_host, "shared": 0}[tier.scope]
+        instance = {"node": node, "host": node // self.config.nodes.per_host, "shared": 0}[tier.scope]
         capacity = None if tier.capacity is None else int(tier.capacity)
-        made = eviction.EvictionState(capacity, tier.eviction)
-        return self._states.setdefault((name, which), made)
+        state = eviction.EvictionState(capacity, tier.eviction)
+        return self._states.setdefault((name, instance), state)
 
     def _route(self, nodes: list[Node], request: Request, prompt: Sequence[str]) -> Node:
         route = self.config.nodes.route
@@ -209,11 +209,11 @@ class Simulator:
         time_s = 0.0
         for segment in plan.segments:
             tier = self.config.tiers[segment.tier]
-            read = (segment.stop - segment.start) * sizes[segment.tier]
-            self.report.read_bytes[segment.tier] += read
-            time_s += tier.latency_ms / 1000 + read / tier.bandwidth
-        back = planning.plan_write_back(plan, plan.chunks, node.policy, self._in_memory)
-        for segment in back.segments:
+            read_bytes = (segment.stop - segment.start) * sizes[segment.tier]
+            self.report.read_bytes[segment.tier] += read_bytes
+            time_s += tier.latency_ms / 1000 + read_bytes / tier.bandwidth
+        write_back = planning.plan_write_back(plan, plan.chunks, node.policy, self._in_memory)
+        for segment in write_back.segments:
             stored = self._put(node, segment, names, sizes)
             self.report.write_back_bytes[segment.tier] += stored * sizes[segment.tier]
         return time_s
@@ -239,28 +239,28 @@ class Simulator:
         before = len(state.entries)
         parent = names[start - 1] if start else None
         added, victims = eviction.add_run(state, names[start:stop], size, parent=parent)
-        taken = len(state.entries) - before + len(victims)
+        new_records = len(state.entries) - before + len(victims)
         report.evicted_chunks[tier] += len(victims)
         report.refused_chunks[tier] += stop - start - added
-        report.written_bytes[tier] += taken * size
+        report.written_bytes[tier] += new_records * size
         self._held[tier] += (len(state.entries) - before) * size
         report.peak_bytes[tier] = max(self._held[tier], report.peak_bytes.get(tier, 0))
-        return taken
+        return new_records
 
     def _hand_over(self, request: Request, prompt: Sequence[str]) -> float:
         """Send a decode node the KV that its own tiers lack; return the seconds on the link."""
         node = self._route(self._decoders, request, prompt)
         plan = self._find(node, prompt)
-        plan = planning.clip(plan, plan.exact)  # the rest is handed over, exact
+        plan = planning.clip(plan, plan.exact)  # the prefill node hands over the rest as exact KV
         self._load(node, plan, prompt)  # while the prompt is computed elsewhere
         for tier, chunks in plan.by_tier().items():
             self.report.decode_hit_tokens[tier] += chunks * self._block_tokens
-        missing = request.input_tokens - plan.chunks * self._block_tokens
-        moved = missing * self.config.model.kv_bytes_per_token + self.config.model.state_bytes
-        self.report.handoff_bytes += moved
+        missing_tokens = request.input_tokens - plan.chunks * self._block_tokens
+        moved_bytes = missing_tokens * self.config.model.kv_bytes_per_token + self.config.model.state_bytes
+        self.report.handoff_bytes += moved_bytes
         self._store(node, request.chunks, plan, len(prompt))
         link = self.config.handoff
-        return link.latency_ms / 1000 + moved / link.bandwidth
+        return link.latency_ms / 1000 + moved_bytes / link.bandwidth
 
 
 def simulate(trace: Trace, config: SimulationConfig) -> Report:

@@ -31,23 +31,24 @@ def most_hits(trace: Trace, room: int | None) -> int:
         room: number of chunks that all tiers of all nodes can hold; None: no limit.
     """
     ends: list[list[int]] = []  # by request and chunk: number of the next request that hits it; 0: none
-    coming: dict[str, int] = {}
+    next_use: dict[str, int] = {}
     for number in range(len(trace.requests) - 1, -1, -1):
         request = trace.requests[number]
-        ends.append([coming.get(name, 0) for name in request.chunks])
+        ends.append([next_use.get(name, 0) for name in request.chunks])
         for i, name in enumerate(request.chunks):
-            coming[name] = number if i < request.prompt_chunks else 0  # an answer's is stored without lookup
+            # a chunk of the answer is stored without a lookup
+            next_use[name] = number if i < request.prompt_chunks else 0
     hits = 0
     held: dict[str, int] = {}
-    last: list[tuple[int, int, str]] = []  # a heap of (-end, -place, name), some out of date
+    latest: list[tuple[int, int, str]] = []  # a heap of (-end, -index, name), some out of date
     for request, following in zip(trace.requests, reversed(ends), strict=True):
         for i, (name, end) in enumerate(zip(request.chunks, following, strict=True)):
             hits += held.pop(name, None) is not None
             if end:
                 held[name] = end
-                heappush(last, (-end, -i, name))
+                heappush(latest, (-end, -i, name))
         while room is not None and len(held) > room:
-            end, _, name = heappop(last)
+            end, _, name = heappop(latest)
             if held.get(name) == -end:
                 del held[name]
     return hits

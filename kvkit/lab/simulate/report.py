@@ -71,19 +71,19 @@ def compare(
             check_policy(name)
         except ValueError as error:
             raise ConfigError(f"compare = {name!r}: {error}") from error
-    everyone: Sequence[str | None] = policies or [None]
+    policy_choices: Sequence[str | None] = policies or [None]
     tier, capacities = sweep or ("", (None,))
-    most = cache(lambda room: most_hits(trace, room) * trace.block_tokens)
+    optimal_tokens = cache(lambda room: most_hits(trace, room) * trace.block_tokens)
     runs = []
-    for policy, every, capacity in product(everyone, snapshots or (None,), capacities):
+    for policy, snapshot_every, capacity in product(policy_choices, snapshots or (None,), capacities):
         chosen = config.with_tiers({name: {"eviction": policy} for name in config.tiers} if policy else {})
         sized = chosen if capacity is None else chosen.with_tiers({tier: {"capacity": capacity}})
-        if every is not None:
-            kept = sized.model.model_copy(update={"snapshot_every": every})
-            sized = sized.model_copy(update={"model": kept})
+        if snapshot_every is not None:
+            model = sized.model.model_copy(update={"snapshot_every": snapshot_every})
+            sized = sized.model_copy(update={"model": model})
         report = simulate(trace, sized)
-        bound = most(Simulator(sized, trace.block_tokens).room) / max(1, report.prompt_tokens)
-        runs.append(SimulatedRun(policy, capacity, every, report, bound))
+        bound = optimal_tokens(Simulator(sized, trace.block_tokens).room) / max(1, report.prompt_tokens)
+        runs.append(SimulatedRun(policy, capacity, snapshot_every, report, bound))
     return runs
 
 
@@ -163,10 +163,10 @@ def notes(trace: Trace, name: str) -> Iterator[str]:
 def table(runs: Sequence[SimulatedRun], config: SimulationConfig, swept: str | None, wide: bool) -> Table:
     """Build a row per run: hits, TTFT and cost; with `wide` also bytes, evictions and waits."""
     chosen = [list(_choices(run, config, swept)) for run in runs]
-    found = [list(_figures(run, config, wide)) for run in runs]
-    numbers = (Column(head, justify="right") for head, _ in found[0])
+    results = [list(_figures(run, config, wide)) for run in runs]
+    numbers = (Column(head, justify="right") for head, _ in results[0])
     shown = Table(*(head for head, _ in chosen[0]), *numbers)
-    for choices, figures in zip(chosen, found, strict=True):
+    for choices, figures in zip(chosen, results, strict=True):
         shown.add_row(*(escape(text) for _, text in (*choices, *figures)))
     return shown
 
@@ -228,12 +228,12 @@ def plot(runs: Sequence[SimulatedRun], swept: str, path: Path) -> None:
     """
     figure, (axes,) = panels(1, 6, 3.8)
     for label in dict.fromkeys(run.label for run in runs):
-        mine = [run for run in runs if run.label == label]
-        sizes = [(run.capacity_bytes or 0) / 2**30 for run in mine]
-        share = [r.hit_tokens[swept] / max(1, r.prompt_tokens) for r in (run.report for run in mine)]
+        label_runs = [run for run in runs if run.label == label]
+        sizes = [(run.capacity_bytes or 0) / 2**30 for run in label_runs]
+        share = [r.hit_tokens[swept] / max(1, r.prompt_tokens) for r in (run.report for run in label_runs)]
         (line,) = axes.plot(sizes, share, marker="o", label=label)
-        axes.plot(sizes, [run.report.hit_rate for run in mine], "--", color=line.get_color(), alpha=0.5)
-    axes.plot(sizes, [run.hit_rate_bound for run in mine], ":k", label="optimum, all tiers")
+        axes.plot(sizes, [run.report.hit_rate for run in label_runs], "--", color=line.get_color(), alpha=0.5)
+    axes.plot(sizes, [run.hit_rate_bound for run in label_runs], ":k", label="optimum, all tiers")
     axes.set(
         xscale="log", xlabel=f"capacity of {swept}, GiB", ylabel=f"prompt tokens from {swept} (dashed: all)"
     )

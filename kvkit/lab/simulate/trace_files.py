@@ -120,24 +120,24 @@ def read_rows(lines: Iterable[bytes], path: str | Path) -> Iterator[CsvRow | Non
     reader = csv.reader(_texts(lines, path), strict=True)
     try:
         columns = [name.strip() for name in next((row for row in reader if row), [])]
-        form = _format_of(columns, f"{path}:{reader.line_num}")
-        time, prompt, answer = map(columns.index, (form.time, form.prompt, form.answer))
-        session = columns.index(form.session) if form.session in columns else None
+        csv_format = _format_of(columns, f"{path}:{reader.line_num}")
+        time, prompt, answer = map(columns.index, (csv_format.time, csv_format.prompt, csv_format.answer))
+        session = columns.index(csv_format.session) if csv_format.session in columns else None
         for row in reader:
             if not row:
                 continue
             if len(row) != len(columns):
                 raise ValueError(f"{len(row)} values, want {len(columns)}: {', '.join(columns)}")
-            output_tokens = _tokens(form.answer, row[answer], 0)
-            if form.fails and not output_tokens:
+            output_tokens = _tokens(csv_format.answer, row[answer], 0)
+            if csv_format.fails and not output_tokens:
                 yield None
                 continue
             try:
-                time_ms = form.read_time(row[time].strip())
+                time_ms = csv_format.read_time(row[time].strip())
             except ValueError as error:
-                raise ValueError(f"{form.time} = {row[time]!r}: {error}") from None
+                raise ValueError(f"{csv_format.time} = {row[time]!r}: {error}") from None
             name = "" if session is None else row[session].strip()
-            yield CsvRow(time_ms, name, _tokens(form.prompt, row[prompt], 1), output_tokens)
+            yield CsvRow(time_ms, name, _tokens(csv_format.prompt, row[prompt], 1), output_tokens)
     except ConfigError:
         raise
     except (ValueError, csv.Error) as error:
@@ -153,19 +153,22 @@ def _texts(lines: Iterable[bytes], path: str | Path) -> Iterator[str]:
 
 
 def _format_of(columns: list[str], where: str) -> _CsvFormat:
-    for form in _FORMATS:
-        if {form.time, form.prompt, form.answer} <= set(columns):
-            return form
-    read = "; ".join(f"{form.time}, {form.prompt}, {form.answer} ({form.publisher})" for form in _FORMATS)
+    for csv_format in _FORMATS:
+        if {csv_format.time, csv_format.prompt, csv_format.answer} <= set(columns):
+            return csv_format
+    expected = "; ".join(
+        f"{csv_format.time}, {csv_format.prompt}, {csv_format.answer} ({csv_format.publisher})"
+        for csv_format in _FORMATS
+    )
     found = repr(", ".join(columns)[:_SHOWN_COLUMNS])
-    raise ConfigError(f"{where}: want JSON lines, or a CSV trace with the columns {read}; found {found}")
+    raise ConfigError(f"{where}: want JSON lines, or a CSV trace with the columns {expected}; found {found}")
 
 
-def _tokens(column: str, text: str, least: int) -> int:
+def _tokens(column: str, text: str, minimum: int) -> int:
     try:
         tokens = int(text)
     except ValueError:
         tokens = -1
-    if not least <= tokens <= MOST_TOKENS:
-        raise ValueError(f"{column} = {text!r}: want a whole number from {least} to {MOST_TOKENS}")
+    if not minimum <= tokens <= MOST_TOKENS:
+        raise ValueError(f"{column} = {text!r}: want a whole number from {minimum} to {MOST_TOKENS}")
     return tokens

@@ -206,16 +206,22 @@ class _TraceFile:
         return f"{self.path}:{self.number}"
 
     def said(self, time_ms: float, session: str, texts: Sequence[str]) -> _Named:
-        """Build a request with the last text as its answer. Mutates."""
-        text = [
+        """Build a request with the last text as its answer. Mutates `segments` and `ids`."""
+        segments = [
             (
                 self.segments.setdefault(t, len(self.segments)),
                 -(-len(t.encode(errors="surrogatepass")) // _TOKEN_BYTES),
             )
             for t in texts
         ]
-        prompt = max(1, _tokens(text[:-1]))
-        return time_ms, session, prompt, text[-1][1], _blocks(tuple(text), self.block_tokens, self.ids)
+        prompt = max(1, _tokens(segments[:-1]))
+        return (
+            time_ms,
+            session,
+            prompt,
+            segments[-1][1],
+            _blocks(tuple(segments), self.block_tokens, self.ids),
+        )
 
 
 def trace_of(name: str, requests: int, seed: int = 0) -> Trace:
@@ -224,8 +230,8 @@ def trace_of(name: str, requests: int, seed: int = 0) -> Trace:
     Raises:
         ConfigError: `name` is neither a trace nor one of `GENERATORS`.
     """
-    made = name in GENERATORS and not Path(name).exists()
-    return GENERATORS[name](requests, seed) if made else read_trace(name)
+    generated = name in GENERATORS and not Path(name).exists()
+    return GENERATORS[name](requests, seed) if generated else read_trace(name)
 
 
 def read_trace(path: str | Path) -> Trace:
@@ -237,16 +243,16 @@ def read_trace(path: str | Path) -> Trace:
         ConfigError: the file cannot be read or is no trace. The message names file, line and field.
     """
     lines = read_lines(path)
-    blank = []  # lines before the first
+    blank_lines = []  # blank lines before the first request
     for line in lines:
         if line.strip():
             break
-        blank.append(line)
+        blank_lines.append(line)
     else:
         raise ConfigError(f"{path}: no requests")
-    every = chain(blank, (line,), lines)
+    all_lines = chain(blank_lines, (line,), lines)
     kind = line.lstrip()[:1]
-    trace = _lengths(every, path) if kind not in b"{[" else _named(every, path, listed=kind == b"[")
+    trace = _lengths(all_lines, path) if kind not in b"{[" else _named(all_lines, path, listed=kind == b"[")
     if not trace.requests:
         raise ConfigError(f"{path}: no requests")
     return trace
@@ -261,7 +267,7 @@ def _named(lines: Iterable[bytes], path: str | Path, listed: bool) -> Trace:
             raise ConfigError(f"{path}: {error}") from error
     file = _TraceFile(path)
     names = _ChunkNames()
-    found: list[Request] = []
+    requests: list[Request] = []
     for file.number, text in enumerate(lines, 1):
         if text.isspace():
             continue
@@ -274,24 +280,24 @@ def _named(lines: Iterable[bytes], path: str | Path, listed: bool) -> Trace:
         except ValidationError as error:
             raise ConfigError(explain(error, _Header, f"{file.where}: ")) from error
         file.block_tokens = file.block_tokens or line.block
-        found += [names.request(named, file.block_tokens) for named in line.requests(file)]
-    return _sorted(file.block_tokens, found, file.header is None or file.header.prefixes_known)
+        requests += [names.request(named, file.block_tokens) for named in line.requests(file)]
+    return _sorted(file.block_tokens, requests, file.header is None or file.header.prefixes_known)
 
 
 def _lengths(lines: Iterable[bytes], path: str | Path) -> Trace:
     """Build the trace of a CSV file: each request has chunks of its own, for its prompt and answer."""
-    found: list[Request] = []
-    failed = used = 0  # chunks
+    requests: list[Request] = []
+    failed = used_chunks = 0
     for number, row in enumerate(read_rows(lines, path), 1):
         if row is None:
             failed += 1
             continue
         time_ms, session, prompt, answer = row
-        first, used = used, used + (prompt + answer) // LENGTHS_BLOCK_TOKENS
-        chunks = tuple(map(str, range(first, used)))
-        whole = prompt // LENGTHS_BLOCK_TOKENS
-        found.append(Request(time_ms, session or str(number), prompt, answer, chunks, whole))
-    return _sorted(LENGTHS_BLOCK_TOKENS, found, False, failed)
+        first, used_chunks = used_chunks, used_chunks + (prompt + answer) // LENGTHS_BLOCK_TOKENS
+        chunks = tuple(map(str, range(first, used_chunks)))
+        prompt_chunks = prompt // LENGTHS_BLOCK_TOKENS
+        requests.append(Request(time_ms, session or str(number), prompt, answer, chunks, prompt_chunks))
+    return _sorted(LENGTHS_BLOCK_TOKENS, requests, False, failed)
 
 
 def _sorted(
@@ -317,7 +323,7 @@ def _read_line(text: bytes) -> _AnyLine:
     except (ValueError, RecursionError):
         fields = None
     if not isinstance(fields, dict):
-        return _Line.model_validate_json(text)  # its error explains why
+        return _Line.model_validate_json(text)  # raises an error that explains why
     return next((form for name, form in _FORMATS.items() if name in fields), _Line).model_validate(fields)
 
 
@@ -349,16 +355,16 @@ def _ids(line: _Line | _ValidLine, file: _TraceFile) -> list[int]:
     if (line.hash_ids is None) == (line.blocks is None):
         raise ConfigError(f"{file.where}: want hash_ids or blocks, one of the two")
     if line.hash_ids is not None:
-        least, most, ids, name = prompt, -(-line.input_length // block_tokens), line.hash_ids, "hash_ids"
+        minimum, maximum, ids, name = prompt, -(-line.input_length // block_tokens), line.hash_ids, "hash_ids"
     else:
         if file.header is None:
             raise ConfigError(f'{file.where}: blocks without a first line such as {{"block_tokens": 256}}')
-        most = (line.input_length + line.output_length) // block_tokens
-        least, ids, name = prompt, line.blocks or [], "blocks"
-    if not least <= len(ids) <= most:
+        maximum = (line.input_length + line.output_length) // block_tokens
+        minimum, ids, name = prompt, line.blocks or [], "blocks"
+    if not minimum <= len(ids) <= maximum:
         raise ConfigError(
             f"{file.where}: {name}: {len(ids)} ids; {line.input_length} + {line.output_length} tokens in "
-            f"blocks of {block_tokens} have {least}{f' to {most}' if most > least else ''}"
+            f"blocks of {block_tokens} have {minimum}{f' to {maximum}' if maximum > minimum else ''}"
         )
     return ids[:prompt] if line.hash_ids is not None else ids
 
@@ -370,8 +376,8 @@ _Named = tuple[float, str, int, int, Sequence[int]]
 class _ChunkNames:
     """Names of chunks that depend on all chunks before, as chained keys do. `request` mutates it.
 
-    Most blocks follow the same chunk wherever they stand. These are found by their id alone, which takes half
-    the time and memory of pairs.
+    Most blocks always follow the same chunk. Their names are found by block id alone, which takes half the
+    time and memory of (parent, block) pairs.
     """
 
     def __init__(self) -> None:
@@ -414,9 +420,9 @@ class _Writer:
     def text(self, tokens: int) -> tuple[int, int]:
         return next(self._segments), tokens
 
-    def length(self, median: float, spread: float = 0.8, most: int = 16_384) -> int:
+    def length(self, median: float, spread: float = 0.8, maximum: int = 16_384) -> int:
         """Draw a number of tokens from a log-normal distribution."""
-        return max(1, min(most, round(median * math.exp(self.chance.gauss(0, spread)))))
+        return max(1, min(maximum, round(median * math.exp(self.chance.gauss(0, spread)))))
 
     def pick(self, size: int, skew: float) -> Callable[[], int]:
         """Make a function that draws from range(size), the i-th with a weight of (i + 1)^-skew."""
@@ -439,12 +445,12 @@ def chat(requests: int, seed: int = 0, block_tokens: int = 256) -> Trace:
     pick = w.pick(len(assistants), 1.0)
 
     def session(number: int, start_ms: float) -> Iterator[_Event]:
-        said, time = [assistants[pick()]], start_ms
-        go_on = w.chance.betavariate(4, 1)  # some sessions have one turn, some very many
+        texts, time = [assistants[pick()]], start_ms
+        continue_probability = w.chance.betavariate(4, 1)  # some sessions have one turn, some very many
         while True:
-            said += [w.text(w.length(120, 1.2)), w.text(w.length(250))]
-            yield time, f"chat-{number}", tuple(said)
-            if w.chance.random() > go_on or _tokens(said) > 30_000:
+            texts += [w.text(w.length(120, 1.2)), w.text(w.length(250))]
+            yield time, f"chat-{number}", tuple(texts)
+            if w.chance.random() > continue_probability or _tokens(texts) > 30_000:
                 return
             time += 5_000 + w.gap_ms(60)
 
@@ -481,13 +487,13 @@ def agents(requests: int, seed: int = 0, block_tokens: int = 256) -> Trace:
     pick = w.pick(len(prefixes), 0.8)
 
     def session(number: int, start_ms: float) -> Iterator[_Event]:
-        said, time = [prefixes[pick()], w.text(w.length(400))], start_ms
+        texts, time = [prefixes[pick()], w.text(w.length(400))], start_ms
         while True:
-            said.append(w.text(w.length(80, 0.6)))  # the action
-            yield time, f"agent-{number}", tuple(said)
-            if w.chance.random() < 1 / 12 or _tokens(said) > 100_000:
+            texts.append(w.text(w.length(80, 0.6)))  # the action
+            yield time, f"agent-{number}", tuple(texts)
+            if w.chance.random() < 1 / 12 or _tokens(texts) > 100_000:
                 return
-            said.append(w.text(w.length(600, 1.2)))
+            texts.append(w.text(w.length(600, 1.2)))
             time += 1_500 + w.gap_ms(6)
 
     return _generate(requests, block_tokens, session, w, sessions_per_s=0.5)
@@ -495,12 +501,12 @@ def agents(requests: int, seed: int = 0, block_tokens: int = 256) -> Trace:
 
 def mixed(requests: int, seed: int = 0, block_tokens: int = 256) -> Trace:
     """Generate a third each of `chat`, `rag` and `agents`, at the same time."""
-    parts = []
+    traces = []
     for make in (chat, rag, agents):
-        part = make(-(-requests // 3), seed, block_tokens).requests
-        mark = make.__name__  # chunks of different parts differ
-        parts.append([replace(r, chunks=tuple(f"{mark}-{name}" for name in r.chunks)) for r in part])
-    together = sorted(chain.from_iterable(parts), key=lambda r: r.timestamp_ms)
+        generated = make(-(-requests // 3), seed, block_tokens).requests
+        prefix = make.__name__  # chunks of different parts differ
+        traces.append([replace(r, chunks=tuple(f"{prefix}-{name}" for name in r.chunks)) for r in generated])
+    together = sorted(chain.from_iterable(traces), key=lambda r: r.timestamp_ms)
     return Trace(block_tokens, tuple(together[:requests]))
 
 
@@ -519,23 +525,23 @@ def _generate(
 ) -> Trace:
     """Build a trace of the first `requests` events of sessions that arrive at random."""
     events: list[_Event] = []
-    later: list[_Event] = []  # a heap: sessions to come may have earlier events
+    pending: list[_Event] = []  # a heap: sessions to come may have earlier events
     start_ms = 0.0
     for number in count():
-        while later and later[0][0] <= start_ms:
-            events.append(heappop(later))
+        while pending and pending[0][0] <= start_ms:
+            events.append(heappop(pending))
         if len(events) >= requests:
             break
         for event in session(number, start_ms):
-            heappush(later, event)
+            heappush(pending, event)
         start_ms += writer.gap_ms(1 / sessions_per_s)
     ids: dict[tuple[tuple[int, int, int], ...], int] = {}
-    names, made = _ChunkNames(), []
+    names, built = _ChunkNames(), []
     for time, name, text in events[:requests]:
         blocks = _blocks(text, block_tokens, ids)
         named = round(time, 3), name, _tokens(text[:-1]), text[-1][1], blocks
-        made.append(names.request(named, block_tokens))
-    return Trace(block_tokens, tuple(made))
+        built.append(names.request(named, block_tokens))
+    return Trace(block_tokens, tuple(built))
 
 
 def _tokens(text: Iterable[tuple[int, int]]) -> int:
@@ -544,15 +550,15 @@ def _tokens(text: Iterable[tuple[int, int]]) -> int:
 
 def _blocks(text: _Text, block_tokens: int, ids: dict[tuple[tuple[int, int, int], ...], int]) -> list[int]:
     """Return an id per whole block; equal pieces of equal segments make equal blocks. Mutates `ids`."""
-    found, pieces, room = [], [], block_tokens
+    block_ids, pieces, remaining = [], [], block_tokens
     for segment, tokens in text:
         offset = 0
         while offset < tokens:
-            taken = min(room, tokens - offset)
-            pieces.append((segment, offset, taken))
-            offset += taken
-            room -= taken
-            if room == 0:
-                found.append(ids.setdefault(tuple(pieces), len(ids)))
-                pieces, room = [], block_tokens
-    return found
+            piece_tokens = min(remaining, tokens - offset)
+            pieces.append((segment, offset, piece_tokens))
+            offset += piece_tokens
+            remaining -= piece_tokens
+            if remaining == 0:
+                block_ids.append(ids.setdefault(tuple(pieces), len(ids)))
+                pieces, remaining = [], block_tokens
+    return block_ids

@@ -35,22 +35,28 @@ def report(
     from kvkit.observe.inspect import tier_of
 
     import_from_here()  # eviction policies
-    given = None if config is None else load_config(config)
-    stored = {} if given is None else {name: t for name, t in given.tiers.items() if not t.in_memory}
+    loaded_config = None if config is None else load_config(config)
+    stores = (
+        {}
+        if loaded_config is None
+        else {name: t for name, t in loaded_config.tiers.items() if not t.in_memory}
+    )
     now, sections, damaged, source = time.time(), [], 0, ""
     try:
-        for source in sources or stored or ["http://127.0.0.1:9477"]:
+        for source in sources or stores or ["http://127.0.0.1:9477"]:
             if source.startswith(("http://", "https://")):
                 sections.append(cache_section(visit(source, token_file, 30.0)))
                 continue
-            if given is not None and source not in given.tiers:
-                sys.exit(f"{config}: no tier {source!r}; the tiers are {', '.join(given.tiers) or 'none'}")
-            tier = tier_of(source) if given is None else given.tiers[source]
-            section, wrong = store_section(urls.shown(source), tier, now)
+            if loaded_config is not None and source not in loaded_config.tiers:
+                sys.exit(
+                    f"{config}: no tier {source!r}; the tiers are {', '.join(loaded_config.tiers) or 'none'}"
+                )
+            tier = tier_of(source) if loaded_config is None else loaded_config.tiers[source]
+            section, damaged_count = store_section(urls.shown(source), tier, now)
             sections.append(section)
-            damaged += wrong
-        if given is not None:
-            sections.append(settings_section(str(config), given.model_dump(mode="json")))
+            damaged += damaged_count
+        if loaded_config is not None:
+            sections.append(settings_section(str(config), loaded_config.model_dump(mode="json")))
         html.write_text(page(sections, now), encoding="utf-8")
     except TopError as error:
         sys.exit(str(error))

@@ -1,6 +1,6 @@
 """`kvkit report`: the contents of running caches and stores, as one self-contained HTML page.
 
-Everything from a store or an endpoint is shown as text: names there may be anything.
+Everything from a store or an endpoint is shown as text: names may contain anything.
 """
 
 from __future__ import annotations
@@ -56,16 +56,16 @@ def number(text: object, style: str = "", share: float | None = None) -> str:
 
 def page(sections: Iterable[str], now: float, title: str = "kvkit report") -> str:
     """Return the page of these sections; `now` in seconds since 1970."""
-    made = time.strftime("%Y-%m-%d %H:%M UTC", time.gmtime(now))
+    created = time.strftime("%Y-%m-%d %H:%M UTC", time.gmtime(now))
     return "\n".join(
         [
             '<!DOCTYPE html>\n<html lang="en">\n<meta charset="utf-8">',
-            # blocks anything that a name could smuggle in from being loaded or run
+            # keeps a browser from loading or running anything that a name injects
             '<meta http-equiv="Content-Security-Policy" content="default-src \'none\'; '
             "style-src 'unsafe-inline'\">",
             '<meta name="viewport" content="width=device-width">',
             f"<title>{title}</title>\n<style>{_STYLE}</style>\n<h1>{title}</h1>",
-            f"<p>{made}, {escape(platform.node())}, kvkit {version_of(DISTRIBUTION)}</p>",
+            f"<p>{created}, {escape(platform.node())}, kvkit {version_of(DISTRIBUTION)}</p>",
             *sections,
             "</html>\n",
         ]
@@ -79,13 +79,15 @@ def cache_section(now: Snapshot) -> str:
         "".join([cell(name), cell(state, _STATES.get(state, "")), *map(number, cells)])
         for name, state, *cells in rows
     ]
-    asked = now.sum("kvkit_lookup_tokens_total")
+    lookup_tokens = now.sum("kvkit_lookup_tokens_total")
     hits = []
     for tier in now.tiers:
-        found = now.sum("kvkit_hit_tokens_total", tier=tier["name"])
-        share = min(1.0, found / asked) if asked else 0.0
-        told = [cell(tier.get(field) or "") for field in ("name", "scope", "codec", "precision")]
-        hits.append("".join([*told, number(short(found)), number(f"{share:.1%}", "share", share)]))
+        hit_tokens = now.sum("kvkit_hit_tokens_total", tier=tier["name"])
+        share = min(1.0, hit_tokens / lookup_tokens) if lookup_tokens else 0.0
+        description = [cell(tier.get(field) or "") for field in ("name", "scope", "codec", "precision")]
+        hits.append(
+            "".join([*description, number(short(hit_tokens)), number(f"{share:.1%}", "share", share)])
+        )
     known = set(re.findall(r"^\| (kvkit_\w+)", METRICS, re.MULTILINE))  # leaves out the samples of histograms
     counts = [
         cell(name) + cell(", ".join(f"{k}={v}" for k, v in sorted(labels))) + number(f"{value:,.0f}")
@@ -112,17 +114,17 @@ def store_section(name: str, config: TierConfig, now: float) -> tuple[str, int]:
     """
     listings = [listing for listing, complete in list_tier(name, config) if complete]
     records = list(list_records(name, config))
-    held = sum(record.bytes for record in records)
+    total_bytes = sum(record.bytes for record in records)
     damaged = [entry for listing in listings for entry in listing.damaged]
     arrays = {listing.array: [r for r in records if r.array == listing.array] for listing in listings}
-    rows = [_array_row(listing, arrays[listing.array], held, now) for listing in listings]
+    rows = [_array_row(listing, arrays[listing.array], total_bytes, now) for listing in listings]
     dated = sorted((record for record in records if record.written is not None), key=attrgetter("written"))
     largest = sorted(records, key=attrgetter("bytes"), reverse=True)
-    parts = [
+    sections = [
         heading(name),
         tiles(
             [
-                f"{_bytes(held)} in {len(records)} records",
+                f"{_bytes(total_bytes)} in {len(records)} records",
                 f"{short(sum(listing.tokens for listing in listings))} tokens",
                 f"{len({listing.array.partition('/')[0] for listing in listings})} namespaces",
                 f"{len(damaged)} damaged",
@@ -130,12 +132,12 @@ def store_section(name: str, config: TierConfig, now: float) -> tuple[str, int]:
         ),
         table("Namespaces", _COLUMNS, rows),
     ]
-    for title, found in (("Largest records", largest), ("Oldest records", dated)):
-        cells = [cell(r.name) + number(_bytes(r.bytes)) + _age(r, now) for r in found[:_MOST_ROWS]]
-        parts.append(table(title, ("record", "bytes", "written"), cells))
-    wrong = [cell(where) + cell(reason, "wrong") for where, reason in damaged[:_MOST_ROWS]]
-    parts.append(table(f"Damaged records: {len(damaged)}", ("record", "damage"), wrong))
-    return "\n".join(parts), len(damaged)
+    for title, listed in (("Largest records", largest), ("Oldest records", dated)):
+        record_rows = [cell(r.name) + number(_bytes(r.bytes)) + _age(r, now) for r in listed[:_MOST_ROWS]]
+        sections.append(table(title, ("record", "bytes", "written"), record_rows))
+    damage_rows = [cell(location) + cell(reason, "wrong") for location, reason in damaged[:_MOST_ROWS]]
+    sections.append(table(f"Damaged records: {len(damaged)}", ("record", "damage"), damage_rows))
+    return "\n".join(sections), len(damaged)
 
 
 _COLUMNS = (
@@ -152,7 +154,7 @@ _COLUMNS = (
 )
 
 
-def _array_row(listing: ArrayListing, records: Sequence[StoredRecord], held: int, now: float) -> str:
+def _array_row(listing: ArrayListing, records: Sequence[StoredRecord], total_bytes: int, now: float) -> str:
     digest, _, group = listing.array.rpartition("/")
     size = sum(record.bytes for record in records)
     dated = sorted((r for r in records if r.written is not None), key=attrgetter("written"))
@@ -163,7 +165,7 @@ def _array_row(listing: ArrayListing, records: Sequence[StoredRecord], held: int
         cell(listing.namespace.get("model", "no zarr.json")),
         cell(f"{listing.namespace.get('dtype', '')} {precision}"),
         number(short(listing.tokens)),
-        number(_bytes(size), "share", size / held if held else 0.0),
+        number(_bytes(size), "share", size / total_bytes if total_bytes else 0.0),
         number(len(records)),
         number(len(listing.damaged), "wrong" * bool(listing.damaged)),
         *(_age(record, now) for record in (dated[:1] + dated[-1:])),
@@ -177,12 +179,12 @@ def settings_section(title: str, tables: Mapping[str, Any]) -> str:
     return heading(title) + table("Settings", ("setting", "value"), rows)
 
 
-def _flat(tables: Mapping[str, Any], before: str = "") -> Iterable[tuple[str, object]]:
+def _flat(tables: Mapping[str, Any], prefix: str = "") -> Iterable[tuple[str, object]]:
     for name, value in tables.items():
         if isinstance(value, Mapping):
-            yield from _flat(value, f"{before}{name}.")
+            yield from _flat(value, f"{prefix}{name}.")
         elif value is not None:
-            yield f"{before}{name}", value
+            yield f"{prefix}{name}", value
 
 
 def table(title: str, columns: Sequence[str], rows: Sequence[str]) -> str:

@@ -71,7 +71,7 @@ class Snapshot:
     samples: Mapping[tuple[str, _Labels], float]
 
     def check(self) -> None:
-        """Check that this is the snapshot of a cache, so that nothing else fails on it.
+        """Check that this is the snapshot of a cache, so that no later reader fails on it.
 
         Raises:
             Exception: ValueError, or any error from reading malformed contents.
@@ -86,8 +86,8 @@ class Snapshot:
 
     def sum(self, name: str, **labels: str) -> float:
         """Return the sum of the samples with this name and these labels, whatever their other labels."""
-        wanted = labels.items()
-        return sum(v for (n, have), v in self.samples.items() if n == name and wanted <= have)
+        required = labels.items()
+        return sum(v for (n, have), v in self.samples.items() if n == name and required <= have)
 
     def histogram(self, name: str, tier: str, direction: Direction) -> Histogram | None:
         """Return the histogram of that name, or None if nothing was transferred."""
@@ -99,15 +99,15 @@ class Snapshot:
         )
         if not rows:
             return None
-        upto = [0, *(count for _, count in rows)]
-        buckets = [after - before for before, after in pairwise(upto)]
+        cumulative = [0, *(count for _, count in rows)]
+        buckets = [after - before for before, after in pairwise(cumulative)]
         return Histogram(tuple(bound for bound, _ in rows[:-1]), buckets)
 
 
 def visit(url: str, token_file: Path | None, timeout_s: float) -> Snapshot:
     """Fetch a snapshot with the token that `token_for` finds.
 
-    Without a token the endpoint is still asked: if nothing answers, that is the error to report.
+    Without a token the request is sent anyway: if nothing answers, that is the error to report.
 
     Raises:
         TopError: see `fetch`; or the endpoint requires a token, and there is none.
@@ -129,11 +129,11 @@ def fetch(url: str, token: str, timeout_s: float) -> Snapshot:
         TopError: nothing answers in time, the token is refused, or `url` is no endpoint of kvkit's.
     """
     parts = _parts(url)
-    asking = Workers(1, "kvkit-fetch")  # a peer that sends a byte now and then evades socket timeouts
-    asked = asking.submit(partial(_ask, parts, url, token, timeout_s))
-    asking.close(0.0)
+    worker = Workers(1, "kvkit-fetch")  # a peer that sends a byte now and then evades socket timeouts
+    future = worker.submit(partial(_ask, parts, url, token, timeout_s))
+    worker.close(0.0)
     try:
-        return asked.result(timeout_s)
+        return future.result(timeout_s)
     except TimeoutError:
         raise _silent(url, f"no whole answer within {timeout_s:g} s") from None
 
@@ -145,9 +145,9 @@ def _ask(parts: SplitResult, url: str, token: str, timeout_s: float) -> Snapshot
         TopError: see `fetch`.
         TimeoutError: the endpoint sends nothing for `timeout_s` seconds.
     """
-    kind = http.client.HTTPSConnection if parts.scheme == "https" else http.client.HTTPConnection
-    # not urllib: it would take the token to wherever a proxy setting or a redirect points
-    connection = kind(parts.hostname or "", parts.port, timeout=timeout_s)
+    connection_type = http.client.HTTPSConnection if parts.scheme == "https" else http.client.HTTPConnection
+    # not urllib, which would send the token to a proxy or to the target of a redirect
+    connection = connection_type(parts.hostname or "", parts.port, timeout=timeout_s)
     base = parts.path.rstrip("/")
     try:
         text = _get(connection, f"{base}/metrics", token, url)
@@ -184,28 +184,30 @@ def frame(
         wide: True: all columns; False: those of `NARROW`.
         endless: as in `FittedTable`.
     """
-    words = totals(now, before)
+    figures = totals(now, before)
     titles, rows = by_tier(now, before)
-    places = [place for place, title in enumerate(titles) if wide or title.removesuffix("/s") in NARROW]
+    columns = [column for column, title in enumerate(titles) if wide or title.removesuffix("/s") in NARROW]
     shown = Table(box=None, header_style="bold", padding=(0, 2, 0, 0))
-    for place in places:
-        shown.add_column(titles[place], justify="left" if place < 2 else "right")
+    for column in columns:
+        shown.add_column(titles[column], justify="left" if column < 2 else "right")
     for name, state, *cells in rows:
-        told = f"[{_COLOURS.get(state, 'default')}]{escape(printable(state))}[/]"
-        row = (escape(printable(name)), told, *cells)
-        shown.add_row(*(row[place] for place in places))
-    lines = (now.url, "   ".join(words[:3]), "   ".join(words[3:]), "")
+        styled_state = f"[{_COLOURS.get(state, 'default')}]{escape(printable(state))}[/]"
+        row = (escape(printable(name)), styled_state, *cells)
+        shown.add_row(*(row[column] for column in columns))
+    lines = (now.url, "   ".join(figures[:3]), "   ".join(figures[3:]), "")
     return Group(*(Text(line, overflow="fold") for line in lines), FittedTable(shown, endless))
 
 
 def totals(now: Snapshot, before: Snapshot | None = None) -> tuple[str, ...]:
     """Return the figures of the whole cache, in words."""
     per = "/s" if before else ""
-    asked, hit = (_grown(now, before, f"kvkit_{what}_tokens_total") for what in ("lookup", "hit"))
+    lookup_tokens, hit_tokens = (
+        _grown(now, before, f"kvkit_{what}_tokens_total") for what in ("lookup", "hit")
+    )
     return (
-        f"hit rate {100 * hit / asked:.1f} %" if asked else "hit rate -",
+        f"hit rate {100 * hit_tokens / lookup_tokens:.1f} %" if lookup_tokens else "hit rate -",
         f"lookups{per} {short(_grown(now, before, 'kvkit_lookups_total'))}",
-        f"tokens{per} {short(asked)}",
+        f"tokens{per} {short(lookup_tokens)}",
         f"slots {now.sum('kvkit_slots_in_use'):.0f} of {now.sum('kvkit_slots'):.0f}",
         f"pending puts {now.sum('kvkit_puts_under_way'):.0f}",
     )
@@ -263,24 +265,24 @@ def watch(ask: Callable[[], Snapshot], console: Console, *, interval_s: float, w
 
 def as_json(now: Snapshot) -> dict[str, Any]:
     """Describe a snapshot in plain numbers: totals since the cache opened; times in seconds, or null."""
-    asked, hit = now.sum("kvkit_lookup_tokens_total"), now.sum("kvkit_hit_tokens_total")
+    lookup_tokens, hit_tokens = now.sum("kvkit_lookup_tokens_total"), now.sum("kvkit_hit_tokens_total")
     tiers = []
     for tier in now.tiers:
         name = tier["name"]
         total = partial(now.sum, tier=name)
-        found = {"name": name, "state": str(tier.get("state", "")), "queue_depth": total("kvkit_queue_depth")}
-        found |= {key: total(f"kvkit_{key}_total") for key in _TIER_TOTALS}
+        entry = {"name": name, "state": str(tier.get("state", "")), "queue_depth": total("kvkit_queue_depth")}
+        entry |= {key: total(f"kvkit_{key}_total") for key in _TIER_TOTALS}
         for direction in get_args(Direction):
             times = now.histogram(TRANSFERS, name, direction)
             for share in (50, 99):
-                found[f"{direction}_p{share}_s"] = times.quantile(share / 100) if times else None
-        tiers.append(found)
+                entry[f"{direction}_p{share}_s"] = times.quantile(share / 100) if times else None
+        tiers.append(entry)
     return {
         "url": now.url,
-        "hit_rate": hit / asked if asked else None,
+        "hit_rate": hit_tokens / lookup_tokens if lookup_tokens else None,
         "lookups": now.sum("kvkit_lookups_total"),
-        "lookup_tokens": asked,
-        "hit_tokens": hit,
+        "lookup_tokens": lookup_tokens,
+        "hit_tokens": hit_tokens,
         "slots": now.sum("kvkit_slots"),
         "slots_in_use": now.sum("kvkit_slots_in_use"),
         "pending_writes": now.sum("kvkit_puts_under_way"),
@@ -313,9 +315,9 @@ def _get(connection: http.client.HTTPConnection, path: str, token: str, url: str
 def _quantiles(now: Snapshot, before: Snapshot | None, tier: str, direction: Direction) -> tuple[str, str]:
     """Return median and 99th percentile of the time of a transfer."""
     times = now.histogram(TRANSFERS, tier, direction)
-    past = before.histogram(TRANSFERS, tier, direction) if before else None
-    if times and past and times.bounds == past.bounds:
-        new = [a - b for a, b in zip(times.buckets, past.buckets, strict=True)]
+    earlier = before.histogram(TRANSFERS, tier, direction) if before else None
+    if times and earlier and times.bounds == earlier.bounds:
+        new = [a - b for a, b in zip(times.buckets, earlier.buckets, strict=True)]
         times = Histogram(times.bounds, new)
     if times is None:
         return "-", "-"

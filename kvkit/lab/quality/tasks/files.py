@@ -30,17 +30,17 @@ def read_samples(path: Path, encode: Encode, count: int, tokens: int) -> list[Sa
         ValueError: the file has no samples, or a line has neither format; the message names the line.
         OSError: the file cannot be read.
     """
-    found = []
+    samples = []
     with path.open(encoding="utf-8-sig") as lines:
         for number, line in enumerate(islice(lines, count), 1):
             try:
-                found.append(_sample_of(json.loads(line), encode, tokens))
+                samples.append(_sample_of(json.loads(line), encode, tokens))
             except (ValueError, KeyError, TypeError, IndexError, AttributeError) as error:
-                wanted = "want a sample of LongBench or 2WikiMultihopQA"
-                raise ValueError(f"{path}, line {number}: {wanted}: {error!r}") from error
-    if not found:
+                expected = "want a sample of LongBench or 2WikiMultihopQA"
+                raise ValueError(f"{path}, line {number}: {expected}: {error!r}") from error
+    if not samples:
         raise ValueError(f"{path}: want samples, a line of JSON each")
-    return found
+    return samples
 
 
 def _sample_of(entry: Mapping[str, Any], encode: Encode, tokens: int) -> Sample:
@@ -49,10 +49,10 @@ def _sample_of(entry: Mapping[str, Any], encode: Encode, tokens: int) -> Sample:
         passages = [encode(passage) for passage in PASSAGE.split(text) if passage]
         if len(passages) == 1:
             ids = passages[0]
-            passages = [ids[at : at + DOCUMENT_TOKENS] for at in range(0, len(ids), DOCUMENT_TOKENS)]
+            passages = [ids[start : start + DOCUMENT_TOKENS] for start in range(0, len(ids), DOCUMENT_TOKENS)]
     else:
         question, answer = entry["question"], entry["answer"]
         passages = [encode(f"{title}\n{' '.join(lines)}\n\n") for title, lines in entry["context"]]
-    share = max(1, tokens // len(passages))
-    parts = [np.array(passage[:share], np.int32) for passage in passages]
-    return answered(parts, encode, f"\n\nQuestion: {question}\nAnswer:", f" {answer}")
+    document_tokens = max(1, tokens // len(passages))
+    document_ids = [np.array(passage[:document_tokens], np.int32) for passage in passages]
+    return answered(document_ids, encode, f"\n\nQuestion: {question}\nAnswer:", f" {answer}")

@@ -69,12 +69,12 @@ def words(texts: Texts, encode: Encode, documents: int, rng: Generator, at: Frac
     """Ask for the most common words of a long list."""
     order = [WORDS[j] for j in rng.permutation(len(WORDS))]
     common, rare = order[:COMMON], order[COMMON:]
-    listed: list[int] = []
-    while len(listed) < documents * DOCUMENT_TOKENS:
-        some = [*common * 2, *(rare[j] for j in rng.choice(len(rare), COMMON, replace=False))]
-        listed += encode("".join(f" {some[j]}" for j in rng.permutation(len(some))))
+    ids: list[int] = []
+    while len(ids) < documents * DOCUMENT_TOKENS:
+        batch = [*common * 2, *(rare[j] for j in rng.choice(len(rare), COMMON, replace=False))]
+        ids += encode("".join(f" {batch[j]}" for j in rng.permutation(len(batch))))
     question = f"\n\nThe {COMMON} most common words in the list above, in alphabetical order:"
-    return answered(cut(listed, documents), encode, question, " " + ", ".join(sorted(common)))
+    return answered(cut(ids, documents), encode, question, " " + ", ".join(sorted(common)))
 
 
 def qa(texts: Texts, encode: Encode, documents: int, rng: Generator, at: Fraction) -> Sample:
@@ -82,12 +82,12 @@ def qa(texts: Texts, encode: Encode, documents: int, rng: Generator, at: Fractio
     people = _drawn(PEOPLE, documents, rng)
     trades, cities = (rng.choice(some, documents) for some in (TRADES, CITIES))
     facts = [
-        f"{who} is a {does} and lives in {where}."
-        for who, does, where in zip(people, trades, cities, strict=True)
+        f"{person} is a {trade} and lives in {city}."
+        for person, trade, city in zip(people, trades, cities, strict=True)
     ]
-    asked = int(rng.integers(documents))
-    question = f"\n\nQuestion: In which city does {people[asked]} live?\nAnswer: {people[asked]} lives in"
-    return answered(_hidden(texts, encode, documents, rng, facts), encode, question, f" {cities[asked]}")
+    index = int(rng.integers(documents))
+    question = f"\n\nQuestion: In which city does {people[index]} live?\nAnswer: {people[index]} lives in"
+    return answered(_hidden(texts, encode, documents, rng, facts), encode, question, f" {cities[index]}")
 
 
 def hops(texts: Texts, encode: Encode, documents: int, rng: Generator, at: Fraction) -> Sample:
@@ -95,13 +95,13 @@ def hops(texts: Texts, encode: Encode, documents: int, rng: Generator, at: Fract
     pairs = max(2, documents // 2)
     people, cities = _drawn(PEOPLE, 2 * pairs, rng), rng.choice(CITIES, pairs)
     pupils, teachers = people[:pairs], people[pairs:]
-    facts = [f"The teacher of {pupil} is {who}." for pupil, who in zip(pupils, teachers, strict=True)]
-    facts += [f"{who} lives in {where}." for who, where in zip(teachers, cities, strict=True)]
+    facts = [f"The teacher of {pupil} is {teacher}." for pupil, teacher in zip(pupils, teachers, strict=True)]
+    facts += [f"{teacher} lives in {city}." for teacher, city in zip(teachers, cities, strict=True)]
     facts = [facts[j] for j in rng.permutation(len(facts))]
-    asked = int(rng.integers(pairs))
-    lead = f"The teacher of {pupils[asked]} lives in"
-    question = f"\n\nQuestion: In which city does the teacher of {pupils[asked]} live?\nAnswer: {lead}"
-    return answered(_hidden(texts, encode, documents, rng, facts), encode, question, f" {cities[asked]}")
+    index = int(rng.integers(pairs))
+    lead = f"The teacher of {pupils[index]} lives in"
+    question = f"\n\nQuestion: In which city does the teacher of {pupils[index]} live?\nAnswer: {lead}"
+    return answered(_hidden(texts, encode, documents, rng, facts), encode, question, f" {cities[index]}")
 
 
 def _numbers(
@@ -110,23 +110,27 @@ def _numbers(
     """Ask for numbers of persons; `counts`: persons, numbers per person, and persons asked for."""
     persons, each, queries = counts
     people, codes = _drawn(PEOPLE, persons, rng), _codes(persons * each, rng).reshape(persons, each)
-    facts = [f"The magic number of {who} is {c}." for who, of in zip(people, codes, strict=True) for c in of]
-    asked = rng.permutation(persons)[:queries]
-    whose = " and ".join(people[j] for j in asked)
+    facts = [
+        f"The magic number of {person} is {number}."
+        for person, numbers in zip(people, codes, strict=True)
+        for number in numbers
+    ]
+    chosen = rng.permutation(persons)[:queries]
+    names = " and ".join(people[j] for j in chosen)
     is_or_are = "number of {} is" if each * queries == 1 else "numbers of {}, in order, are"
-    question = f"\n\nThe magic {is_or_are.format(whose)}"
-    answer = " " + ", ".join(str(code) for code in codes[asked].ravel())
+    question = f"\n\nThe magic {is_or_are.format(names)}"
+    answer = " " + ", ".join(str(code) for code in codes[chosen].ravel())
     return answered(_hidden(texts, encode, documents, rng, facts), encode, question, answer)
 
 
 def _chain(value: str, names: Sequence[str]) -> list[str]:
-    given = [value, *(f"VAR {name}" for name in names)]
-    return [f"VAR {name} = {of}." for of, name in zip(given, names, strict=False)]
+    sources = [value, *(f"VAR {name}" for name in names)]
+    return [f"VAR {name} = {source}." for source, name in zip(sources, names, strict=False)]
 
 
-def _drawn(some: Sequence[str], count: int, rng: Generator) -> list[str]:
+def _drawn(items: Sequence[str], count: int, rng: Generator) -> list[str]:
     """Draw `count` items; they repeat only if there are fewer."""
-    return [some[j % len(some)] for j in rng.permutation(max(count, len(some)))[:count]]
+    return [items[j % len(items)] for j in rng.permutation(max(count, len(items)))[:count]]
 
 
 def _codes(count: int, rng: Generator) -> NDArray[np.int64]:
@@ -139,14 +143,14 @@ def _hidden(
     """Return documents of running text with the facts in them, in order, each on a line of its own."""
     stream = [token for _, ids in texts for token in ids]
     start = int(rng.integers(max(1, len(stream) - documents * DOCUMENT_TOKENS)))
-    spread = rng.permutation(np.arange(max(len(facts), documents)) % documents)[: len(facts)]
-    told: list[list[int]] = [[] for _ in range(documents)]
-    for document, fact in zip(np.sort(spread), facts, strict=True):
-        told[document] += encode(f"\n{fact}\n")
-    parts = []
-    for lines in told:
-        filler = [stream[(start + j) % len(stream)] for j in range(DOCUMENT_TOKENS - len(lines))]
+    fact_documents = rng.permutation(np.arange(max(len(facts), documents)) % documents)[: len(facts)]
+    inserted_ids: list[list[int]] = [[] for _ in range(documents)]
+    for document, fact in zip(np.sort(fact_documents), facts, strict=True):
+        inserted_ids[document] += encode(f"\n{fact}\n")
+    document_ids = []
+    for inserted in inserted_ids:
+        filler = [stream[(start + j) % len(stream)] for j in range(DOCUMENT_TOKENS - len(inserted))]
         before = int(rng.integers(len(filler) + 1))
-        parts.append(np.array([*filler[:before], *lines, *filler[before:]], np.int32))
+        document_ids.append(np.array([*filler[:before], *inserted, *filler[before:]], np.int32))
         start += len(filler)
-    return parts
+    return document_ids

@@ -33,37 +33,37 @@ LEAST_WORDS = 4
 def classify(texts: Texts, encode: Encode, documents: int, rng: Generator, at: Fraction) -> Sample:
     """Ask for the kind of a name of Python, after examples of names and kinds."""
     kinds = _kinds()
-    listed: list[int] = []
+    ids: list[int] = []
     seen: set[str] = set()
 
     def draw() -> tuple[str, str]:
         kind = str(rng.choice(list(kinds)))
         return str(rng.choice(kinds[kind])), kind
 
-    while len(listed) < documents * DOCUMENT_TOKENS:
+    while len(ids) < documents * DOCUMENT_TOKENS:
         name, kind = draw()
         seen.add(name)
-        listed += encode(f"Name: {name}\nKind: {kind}\n\n")
+        ids += encode(f"Name: {name}\nKind: {kind}\n\n")
     name, kind = next(both for both in iter(draw, None) if both[0] not in seen)
-    return answered(cut(listed, documents), encode, f"\n\nName: {name}\nKind:", f" {kind}")
+    return answered(cut(ids, documents), encode, f"\n\nName: {name}\nKind:", f" {kind}")
 
 
 def code(texts: Texts, encode: Encode, documents: int, rng: Generator, at: Fraction) -> Sample:
     """Ask for the last word of a line that follows documents of a standard library source."""
     lines = _source(str(rng.choice(SOURCES)))
-    listed: list[int] = []
-    number = int(rng.integers(len(lines)))
-    while len(listed) < documents * DOCUMENT_TOKENS:
-        listed += encode(lines[number % len(lines)])
-        number += 1
+    ids: list[int] = []
+    line_number = int(rng.integers(len(lines)))
+    while len(ids) < documents * DOCUMENT_TOKENS:
+        ids += encode(lines[line_number % len(lines)])
+        line_number += 1
     lead = ""
-    while len(words := lines[number % len(lines)].split()) < LEAST_WORDS:
-        lead += lines[number % len(lines)]
-        number += 1
-    line = lines[number % len(lines)].rstrip()
+    while len(words := lines[line_number % len(lines)].split()) < LEAST_WORDS:
+        lead += lines[line_number % len(lines)]
+        line_number += 1
+    line = lines[line_number % len(lines)].rstrip()
     before = line.rindex(words[-1]) - 1  # up to the space before the last word
-    listed = listed[-documents * DOCUMENT_TOKENS :]
-    return answered(cut(listed, documents), encode, lead + line[:before], line[before:])
+    ids = ids[-documents * DOCUMENT_TOKENS :]
+    return answered(cut(ids, documents), encode, lead + line[:before], line[before:])
 
 
 @cache

@@ -28,8 +28,10 @@ class Sample:
 
     def behind(self, lead: NDArray[np.int32]) -> Sample:
         """Return the sample with `lead` before its prompt."""
-        prompt, by = np.concatenate([lead, self.prompt]), len(lead)
-        return replace(self, prompt=prompt, documents=tuple((a + by, b + by) for a, b in self.documents))
+        prompt, shift = np.concatenate([lead, self.prompt]), len(lead)
+        return replace(
+            self, prompt=prompt, documents=tuple((a + shift, b + shift) for a, b in self.documents)
+        )
 
 
 def corpus() -> list[tuple[str, str]]:
@@ -51,12 +53,12 @@ def answered(parts: Sequence[NDArray[np.int32]], encode: Encode, question: str, 
     """Build a sample of documents and a question; the continuation is the answer and a newline."""
     ends = np.cumsum([0, *(len(part) for part in parts)]).tolist()
     prompt = np.concatenate([*parts, encode(question)]).astype(np.int32)
-    wanted = encode(answer)
-    continuation = np.array([*wanted, *encode("\n")], np.int32)
-    return Sample(prompt, tuple(itertools.pairwise(ends)), continuation, len(wanted))
+    answer_ids = encode(answer)
+    continuation = np.array([*answer_ids, *encode("\n")], np.int32)
+    return Sample(prompt, tuple(itertools.pairwise(ends)), continuation, len(answer_ids))
 
 
 def cut(listed: Sequence[int], documents: int) -> list[NDArray[np.int32]]:
     """Split token ids into documents of `DOCUMENT_TOKENS` tokens; drops the rest."""
-    whole = np.array(listed[: documents * DOCUMENT_TOKENS], np.int32)
-    return np.split(whole, documents)
+    ids = np.array(listed[: documents * DOCUMENT_TOKENS], np.int32)
+    return np.split(ids, documents)
