@@ -86,14 +86,14 @@ ROOM_LINES_AT_MOST = {
     "kvkit/doctor": 600,
     "kvkit/format": 1_900,
     "kvkit/handoff": 5_500,
-    "kvkit/lab": 8_800,
+    "kvkit/lab": 9_000,
     "kvkit/observe": 1_300,
     "kvkit/router": 4_000,
     "kvkit/tiers": 6_400,
     "kvkit/transfer": 3_900,
 }
 """Lines of code by room, blank ones and docstrings included."""
-CORE_LINES_AT_MOST = 47_100
+CORE_LINES_AT_MOST = 47_200
 """Lines of all rooms but the laboratory."""
 KERNELS = re.compile(r"(?:triton\.|numba\.|_)?n?jit\b")
 """What decorates a function that Triton or numba compiles: its parameters are registers and pointers, as are
