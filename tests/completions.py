@@ -6,7 +6,8 @@ import json
 import re
 import threading
 from collections import Counter
-from contextlib import suppress
+from collections.abc import Callable
+from contextlib import ExitStack, suppress
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from itertools import takewhile
 from typing import Any, Self
@@ -136,14 +137,14 @@ class Completions:
                     self._send(200, json.dumps({"tokens": served._tokens(body["prompt"])}))
                     return
                 hit = served._begin(body)
-                try:
-                    self._answer(way, body, hit)
-                except (BrokenPipeError, ConnectionResetError):
-                    self.close_connection = True
-                finally:
-                    served._end()
+                with ExitStack() as present:
+                    present.callback(served._end)
+                    try:
+                        self._answer(way, body, hit, present.close)
+                    except (BrokenPipeError, ConnectionResetError):
+                        self.close_connection = True
 
-            def _answer(self, way: str, body: dict[str, Any], hit: int) -> None:
+            def _answer(self, way: str, body: dict[str, Any], hit: int, end: Callable[[], None]) -> None:
                 if way == "refusing":
                     self._send(400, '{"error": "too long"}')
                     return
@@ -181,6 +182,7 @@ class Completions:
                     usage["prompt_tokens_details"] = {"cached_tokens": hit}
                 self._chunk(b": a comment\n\n")
                 self._event({"choices": [], "usage": usage})
+                end()  # whoever reads the next line may send another request at once
                 self._chunk(b"data: [DONE]\n\n")
                 self._chunk(b"")
 
