@@ -19,8 +19,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
-from kvkit.format.layout import ITEM_BYTES, ORDERS, LayerGroup
-from kvkit.format.quantised import SMALLEST_AMAX
+from kvkit.format.layout import ITEM_BYTES, ORDERS, SMALLEST_AMAX, LayerGroup
 from kvkit.format.rope import Rope, Rotation
 from kvkit.kernels.pages import numba, reference
 from kvkit.kernels.pages.api import Pages, pack, unpack

@@ -31,8 +31,7 @@ import numpy as np
 from jax import lax
 from numpy.typing import NDArray
 
-from kvkit.format.layout import LayerGroup, Precision
-from kvkit.format.quantised import LARGEST, SMALLEST_AMAX
+from kvkit.format.layout import LARGEST, SMALLEST_AMAX, LayerGroup, Precision
 from kvkit.format.rope import Rope
 from kvkit.kernels.checks import Form, LaunchError, check_form
 from kvkit.kernels.pages import checks

@@ -16,8 +16,7 @@ from numba.core import cgutils
 from numba.extending import intrinsic
 from numpy.typing import NDArray
 
-from kvkit.format.layout import LayerGroup
-from kvkit.format.quantised import SMALLEST_AMAX
+from kvkit.format.layout import SMALLEST_AMAX, LayerGroup
 from kvkit.kernels.caches import compiled
 from kvkit.kernels.pages.checks import Turns
 from kvkit.kernels.pages.memory import Pages

@@ -9,8 +9,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from kvkit.format.layout import LayerGroup, Precision
-from kvkit.format.quantised import LARGEST, SMALLEST_AMAX
+from kvkit.format.layout import LARGEST, SMALLEST_AMAX, LayerGroup, Precision
 from kvkit.format.rope import Rope, Rotation
 
 

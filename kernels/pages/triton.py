@@ -19,7 +19,7 @@ import triton.language as tl
 from numpy.typing import NDArray
 from triton.runtime.jit import JITFunction
 
-from kvkit.format.quantised import LARGEST, SMALLEST_AMAX
+from kvkit.format.layout import LARGEST, SMALLEST_AMAX
 from kvkit.kernels.pages.triton_kernels import copy_rows, decode_rows, encode_rows
 from kvkit.kernels.tuning.configs import KernelConfig, Launch, ProblemBucket
 from kvkit.kernels.tuning.tables import best

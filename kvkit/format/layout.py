@@ -32,6 +32,10 @@ Precision = Literal["fp8", "int8"]
 
 These hold 8-bit codes, and per token and head a float32 scale for K and one for V
 (`kvkit.kernels.pages.reference.quantise`)."""
+LARGEST: Mapping[Precision, float] = {"fp8": 448.0, "int8": 127.0}
+"""Largest code of each precision: float8 e4m3fn (https://arxiv.org/abs/2209.05433), or int8."""
+SMALLEST_AMAX = 1e-30
+"""A head's K or V with a largest magnitude below this becomes zeros: its reciprocal would overflow."""
 QUANTISABLE = ("float32", "float16", "bfloat16")
 ORDERS = ("LBHNC", "LBNHC", "LHBNC", "BLHNC", "BLNHC", "BHLNC")
 

@@ -13,10 +13,6 @@ from collections.abc import Mapping
 from kvkit.format.layout import ITEM_BYTES, QUANTISABLE, KVLayout, LayerGroup, LayoutError, Precision
 from kvkit.format.record import Header
 
-LARGEST: Mapping[Precision, float] = {"fp8": 448.0, "int8": 127.0}
-"""Largest code of each `precision`: float8 e4m3fn (https://arxiv.org/abs/2209.05433), or int8."""
-SMALLEST_AMAX = 1e-30
-"""A head's K or V with a largest magnitude below this becomes zeros: its reciprocal would overflow."""
 OPAQUE_ROW = 64
 _SCALE_BYTES = 4
 
