@@ -16,6 +16,7 @@ from kvkit.staging import Lease
 from kvkit.tiers.base import OnComplete
 from kvkit.tiers.objects import ObjectTier
 from kvkit.tiers.testing.faulty import Wrapper
+from kvkit.transfer.closing import unsaved
 from kvkit.transfer.policy import Policy
 from kvkit.transfer.sequence import largest_record_bytes
 
@@ -128,7 +129,7 @@ def test_what_stores_have_not_copied_is_told_too(tmp_path: Path, caplog: pytest.
     engine.compute(tokens, table)
     stored = cache.store_async(tokens, engine.places(table))
     assert tier.met.wait(DEADLINE_S)
-    while cache._all_writes.unsaved().uncopied != 12:
+    while unsaved(cache._all_writes).uncopied != 12:
         stored.exception(0.001) if stored.done() else threading.Event().wait(0.001)
     cache.close()
     told = "\n".join(record.getMessage() for record in caplog.records)

@@ -34,10 +34,10 @@ def test_a_record_is_promised_until_a_tier_has_it_or_the_last_attempt_failed(
     in_flight, kept = dict.fromkeys(NAMES, 0), set[str]()
     for move, name in moves:
         if move == "attempt":
-            pending.attempt([name])
+            pending.begin_attempts([name])
             in_flight[name] += 1
         elif in_flight[name]:
-            pending.ended("tier", name, None if move == "kept" else OSError())
+            pending.end_attempt("tier", name, None if move == "kept" else OSError())
             in_flight[name] -= 1
             kept |= {name} if move == "kept" else set()
         assert pending_stores.among(NAMES) == {*NAMES} - kept | {"c"}
@@ -47,7 +47,7 @@ def test_a_record_is_promised_until_a_tier_has_it_or_the_last_attempt_failed(
         for _ in range(in_flight[name]):
             assert pending_stores.among(name) == ({name} - kept or {*name} & {"c"})
             assert done == []
-            pending.ended("tier", name, OSError())
+            pending.end_attempt("tier", name, OSError())
     assert pending_stores.among(NAMES) == {"c"}
     assert done == [None]
     assert pending_stores.wait("ab", 0.0)
@@ -58,13 +58,13 @@ def test_a_record_is_promised_until_a_tier_has_it_or_the_last_attempt_failed(
 
 def test_what_other_ranks_store_is_promised_until_the_last_attempt_here_ends() -> None:
     pending_stores = PendingStores()
-    pending = PendingStore(pending_stores, NAMES, others="bc")
-    pending.attempt("ab")  # b: in a tier of its own
+    pending = PendingStore(pending_stores, NAMES, by_other_ranks="bc")
+    pending.begin_attempts("ab")  # b: in a tier of its own
     pending.close()
     assert pending_stores.among(NAMES) == {*NAMES}
-    pending.ended("tier", "b", None)
+    pending.end_attempt("tier", "b", None)
     assert pending_stores.among(NAMES) == {*"ac"}
-    pending.ended("tier", "a", OSError())
+    pending.end_attempt("tier", "a", OSError())
     assert pending_stores.wait(NAMES, 0.0)
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
 from pathlib import Path
 from typing import Any, cast
@@ -89,7 +89,7 @@ def test_what_a_tier_that_hangs_does_not_take_is_not_stored(tmp_path: Path) -> N
     with new_cache(engine, new_staging(engine, 8), [tier, ObjectTier(str(tmp_path / "disk"))]) as cache:
         first = cache.store(sequence(2, 1), engine.places(table), to=["hung"])
         assert first.new_tokens == 2 * CHUNK, "its limit is a third of 8 slots"
-        cache.writes._queues["hung"]._progress_s -= 2 * writes.STUCK_S  # as if so much time had passed
+        cache.writes.queues["hung"]._progress_s -= 2 * writes.STUCK_S  # as if so much time had passed
         assert cache.store(tokens, engine.places(table), to=["hung"]).new_tokens == 0
         assert cache.store(tokens, engine.places(table)).new_tokens == len(tokens), "the disk takes all"
         assert cache.counts().refused == {"hung": 2 * len(tokens) // CHUNK}
@@ -199,26 +199,23 @@ class Queued:
     """
 
     def __init__(self, limit: int) -> None:
-        self.queue = WriteQueue(limit)
+        self.queue = WriteQueue(limit, self.write)
         self.started: list[str] = []
         self.done: list[str] = []
         self.in_flight: list[WriteJob] = []
         self.at_once = False
 
-    def go_on(self) -> None:
-        for jobs in self.queue.startable():
-            assert [job.lease.used for job in jobs] == [int(job.name) for job in jobs], (
-                "another record's slot"
-            )
-            self.started.extend(job.name for job in jobs)
-            self.in_flight.extend(jobs)
-            while self.at_once and self.in_flight:
-                self.end()
+    def write(self, jobs: Sequence[WriteJob]) -> None:
+        assert [job.lease.used for job in jobs] == [int(job.name) for job in jobs], "another record's slot"
+        self.started.extend(job.name for job in jobs)
+        self.in_flight.extend(jobs)
+        while self.at_once and self.in_flight:
+            self.end()
 
     def end(self) -> None:
         self.done.append(self.in_flight.pop(0).name)
         self.queue.ended()
-        self.go_on()
+        self.queue.start_waiting()
 
 
 @pytest.fixture
@@ -243,10 +240,9 @@ Make = Callable[[int, int], tuple[list[str], list[Lease]]]
 
 def add(queued: Queued, make: Make, start: int, stop: int) -> int:
     names, leases = make(start, stop)
-    batch = Batch(cast(Any, None), "tier", (), None, False, False, DEFAULT_REQUEST_POLICY)
+    batch = Batch(cast(Any, None), "tier", (), DEFAULT_REQUEST_POLICY)
     jobs = [WriteJob(batch, name, lease, lease.used) for name, lease in zip(names, leases, strict=True)]
     accepted = queued.queue.add(jobs)
-    queued.go_on()
     release_all(leases)
     return accepted
 

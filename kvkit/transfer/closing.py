@@ -4,15 +4,42 @@ from __future__ import annotations
 
 import logging
 import time
+from collections import Counter
 from collections.abc import Sequence
+from dataclasses import dataclass
 
-from kvkit.transfer.write_pipeline import WritePipeline
+from kvkit.transfer.write_pipeline import Batch, WriteJob, WritePipeline
 from kvkit.workers import Workers
 
 log = logging.getLogger(__name__)
 
 TIERS_S = 1.0
 """Seconds reserved for closing the tiers, at most a quarter of the total time."""
+
+
+@dataclass(frozen=True, slots=True)
+class Unsaved:
+    """Records that tiers do not have yet, and their bytes, by tier; false if there are none.
+
+    Attributes:
+        uncopied: number of records of pending stores that were not passed to any tier yet.
+    """
+
+    records: Counter[str]
+    sizes: Counter[str]
+    uncopied: int = 0
+
+    def __bool__(self) -> bool:
+        return bool(self.uncopied or self.records.total())
+
+    def __str__(self) -> str:
+        descriptions = [
+            f"{count} records ({self.sizes[tier] / 2**20:.1f} MiB) for tier {tier!r}"
+            for tier, count in self.records.items()
+        ]
+        if self.uncopied:
+            descriptions.append(f"{self.uncopied} records of stores that are not copied yet")
+        return ", ".join(descriptions)
 
 
 def close(writes: WritePipeline, background: Sequence[Workers], timeout_s: float) -> None:
@@ -28,8 +55,8 @@ def close(writes: WritePipeline, background: Sequence[Workers], timeout_s: float
     save_deadline = until - min(TIERS_S, timeout_s / 4)
     reason = f"after {timeout_s:.1f} s"
     try:
-        if unsaved := writes.unsaved():
-            log.info("close: saving %s; at most %.1f s", unsaved, timeout_s)
+        if to_save := unsaved(writes):
+            log.info("close: saving %s; at most %.1f s", to_save, timeout_s)
         for workers in background:
             workers.close(0.0)  # stops them all from taking new jobs before waiting for any
         for workers in background:
@@ -42,12 +69,25 @@ def close(writes: WritePipeline, background: Sequence[Workers], timeout_s: float
     finally:
         cancelled = writes.close()
         writes.tiers.close(_left_s(until))
-        if lost := cancelled + writes.unsaved():
+        if lost := unsaved(writes, cancelled):
             log.warning(
                 "close: not saved %s, and lost: %s; want a larger shutdown_timeout_s, or a faster tier",
                 reason,
                 lost,
             )
+
+
+def unsaved(writes: WritePipeline, cancelled: Sequence[WriteJob] = ()) -> Unsaved:
+    """Count unended writes, cancelled ones, and `Unsaved.uncopied` records."""
+    records, sizes = Counter[str](), Counter[str]()
+    for job in cancelled:
+        records[job.batch.tier] += 1
+        sizes[job.batch.tier] += job.size
+    for start, count in writes.outstanding.starts().items():
+        if isinstance(start, Batch):
+            records[start.tier] += count
+            sizes[start.tier] += count * sum(f.record_bytes for f in start.formats) // len(start.formats)
+    return Unsaved(records, sizes, writes.tiers.pending_stores.uncopied())
 
 
 def _left_s(until: float) -> float:

@@ -11,48 +11,33 @@ log = logging.getLogger(__name__)
 
 
 class PendingStores:
-    """Names of the records in pending stores. Thread-safe."""
+    """The records of all pending stores. Thread-safe.
+
+    Attributes:
+        changed: lock of this and of every `PendingStore`; notified when records are no longer pending.
+        stores_of: number of pending stores of each record.
+        copying: stores that may still start attempts.
+    """
 
     def __init__(self) -> None:
-        self._changed = threading.Condition()
-        self._makers: Counter[str] = Counter()
-        self._open: set[PendingStore] = set()
-
-    def begin(self, pending: PendingStore, names: Iterable[str]) -> None:
-        """Add a pending store of these records."""
-        with self._changed:
-            self._makers.update(names)
-            self._open.add(pending)
-
-    def closed(self, pending: PendingStore) -> None:
-        """Note that a pending store will start no more attempts."""
-        with self._changed:
-            self._open.discard(pending)
+        self.changed = threading.Condition()
+        self.stores_of: Counter[str] = Counter()
+        self.copying: set[PendingStore] = set()
 
     def uncopied(self) -> int:
         """Count the records of pending stores that were not passed to any tier yet."""
-        with self._changed:
-            pending_stores = list(self._open)
-        return sum(pending.unattempted for pending in pending_stores)
+        with self.changed:
+            return sum(attempts == 1 for store in self.copying for attempts in store.attempts.values())
 
     def among(self, names: Iterable[str]) -> set[str]:
         """Return those of `names` that are pending."""
-        with self._changed:
-            return {name for name in names if name in self._makers}
+        with self.changed:
+            return {name for name in names if name in self.stores_of}
 
     def wait(self, names: Collection[str], timeout_s: float) -> bool:
         """Wait until none of `names` is pending; return False after `timeout_s` seconds."""
-        with self._changed:
-            return self._changed.wait_for(lambda: not any(n in self._makers for n in names), timeout_s)
-
-    def end(self, names: Collection[str]) -> None:
-        """Remove one pending store of each of `names`."""
-        with self._changed:
-            for name in names:
-                self._makers[name] -= 1
-                if not self._makers[name]:
-                    del self._makers[name]
-            self._changed.notify_all()
+        with self.changed:
+            return self.changed.wait_for(lambda: not any(n in self.stores_of for n in names), timeout_s)
 
 
 class PendingStore:
@@ -62,11 +47,15 @@ class PendingStore:
     errors are only logged.
 
     Args:
+        pending_stores: where lookups find the records.
         names: record names, chunk by chunk, `groups` records each.
         on_stored: called with a tier and a chunk when the tier has stored the chunk's last record.
         on_done: called once, when every attempt has ended, which may be after a tier has the records.
-        others: names that ranks with equal KV store meanwhile. Their end is not reported, so they end with
-            the last attempt here.
+        by_other_ranks: those of `names` that ranks with equal KV store meanwhile. Their end is not reported,
+            so they end with the last attempt here.
+
+    Attributes:
+        attempts: unended attempts at each pending record; guarded by `PendingStores.changed`.
     """
 
     def __init__(
@@ -76,72 +65,72 @@ class PendingStore:
         groups: int = 1,
         on_stored: Callable[[str, int], object] | None = None,
         on_done: Callable[[], object] = lambda: None,
-        others: Iterable[str] = (),
+        by_other_ranks: Iterable[str] = (),
     ) -> None:
         self._pending_stores = pending_stores
         self._names = names
         self._groups = groups
-        self._attempts = dict.fromkeys(names, 1)
-        self._in_flight = len(self._attempts)
-        self._attempts.update(dict.fromkeys(others, 2))
+        self._in_flight = len(names)
+        self.attempts = {**dict.fromkeys(names, 1), **dict.fromkeys(by_other_ranks, 2)}
         self._chunks = {} if on_stored is None else {name: i // groups for i, name in enumerate(names)}
         self._stored: Counter[tuple[str, int]] = Counter()  # records, by tier and chunk
         self._on_stored = on_stored
         self._on_done = on_done
-        self._lock = threading.Lock()
-        pending_stores.begin(self, names)
+        with pending_stores.changed:
+            pending_stores.stores_of.update(names)
+            pending_stores.copying.add(self)
 
-    @property
-    def unattempted(self) -> int:
-        """Number of records with no attempt besides the store itself."""
-        with self._lock:
-            return sum(attempts == 1 for attempts in self._attempts.values())
-
-    def attempt(self, names: Iterable[str]) -> None:
-        """Note that a tier is about to be given `names`; call `ended` once for each."""
-        with self._lock:
+    def begin_attempts(self, names: Collection[str]) -> None:
+        """Note that a tier is about to be given `names`; call `end_attempt` once for each."""
+        with self._pending_stores.changed:
+            self._in_flight += len(names)
             for name in names:
-                self._in_flight += 1
-                if name in self._attempts:
-                    self._attempts[name] += 1
+                if name in self.attempts:
+                    self.attempts[name] += 1
 
-    def ended(self, tier: str, name: str, error: BaseException | None) -> None:
+    def end_attempt(self, tier: str, name: str, error: BaseException | None) -> None:
         """Note that a tier stored a record, already had it (FileExistsError), or failed."""
         if error is None and self._on_stored is not None:
             chunk = self._chunks[name]
-            with self._lock:
+            with self._pending_stores.changed:
                 self._stored[tier, chunk] += 1
                 complete = self._stored[tier, chunk] == self._groups
             if complete:
-                _tell(self._on_stored, tier, chunk)
-        self._end([name], kept=error is None or isinstance(error, FileExistsError))
+                _call_back(self._on_stored, tier, chunk)
+        self._end_attempts([name], kept=error is None or isinstance(error, FileExistsError))
 
     def close(self) -> None:
         """Note that no more attempts will start. Call once."""
-        self._pending_stores.closed(self)
-        self._end(self._names, kept=False)
+        with self._pending_stores.changed:
+            self._pending_stores.copying.discard(self)
+        self._end_attempts(self._names, kept=False)
 
-    def _end(self, names: Collection[str], *, kept: bool) -> None:
+    def _end_attempts(self, names: Collection[str], *, kept: bool) -> None:
         """End one attempt at each of `names`; those `kept` by a tier are no longer pending."""
-        with self._lock:
-            self._in_flight -= len(names)
-            last = not self._in_flight
+        changed, stores_of = self._pending_stores.changed, self._pending_stores.stores_of
+        with changed:
             finished = []
             for name in names:
-                if name in self._attempts:
-                    self._attempts[name] -= 1
-                    if kept or not self._attempts[name]:
-                        del self._attempts[name]
+                if name in self.attempts:
+                    self.attempts[name] -= 1
+                    if kept or not self.attempts[name]:
+                        del self.attempts[name]
                         finished.append(name)
+            self._in_flight -= len(names)
+            last = not self._in_flight
             if last:
-                finished += self._attempts
-                self._attempts = {}
-        self._pending_stores.end(finished)
+                finished += self.attempts
+                self.attempts = {}
+            for name in finished:
+                stores_of[name] -= 1
+                if not stores_of[name]:
+                    del stores_of[name]
+            changed.notify_all()
         if last:
-            _tell(self._on_done)
+            _call_back(self._on_done)
 
 
-def _tell(callback: Callable[..., object], *args: object) -> None:
+def _call_back(callback: Callable[..., object], *args: object) -> None:
     """Call back and log errors: they are the caller's, and must not keep a flush waiting."""
     try:
         callback(*args)

@@ -57,7 +57,7 @@ class Store:
         unowned_names = [name for i in unowned for name in chunks.records(i, i + 1)]
         pending_stores = self.tiers.pending_stores
         self.pending = PendingStore(
-            pending_stores, chunks.names, chunks.groups, self.on_stored, self.on_done, others=unowned_names
+            pending_stores, chunks.names, chunks.groups, self.on_stored, self.on_done, unowned_names
         )
         state_pages = self.pages[chunks.groups :]
         self._snapshots = [
@@ -106,24 +106,32 @@ class Store:
 
     def _store(self, transfer: Transfer[Stored]) -> int:
         """Copy and write the chunks themselves; return how many a tier accepted."""
-        tiers, chunks = self.tiers, self.chunks
+        tiers, chunks, groups = self.tiers, self.chunks, self.chunks.groups
         stored: set[int] = set()
         try:
             # 1. wait until the engine has computed the chunks
             self.ready()
             # 2. ask targets what they lack; with `copy_first`, remote ones are asked after step 4
-            asked_later = self._asked_later() if self.copy_first else []
+            remote = [t for t in self.targets if not tiers.tiers[t].in_memory] if self.copy_first else []
+            asked_later = [t for t in remote if not tiers.circuit_open(t)]
             lacking = self.writes.plan(chunks, [t for t in self.targets if t not in asked_later]).segments
-            unknown = [Segment(t, 0, len(chunks)) for t in asked_later]
-            uncopied = self.writes.owned([*lacking, *unknown], chunks, range(len(chunks)))
+            segments = [*lacking, *(Segment(t, 0, len(chunks)) for t in asked_later)]
+            uncopied = self.writes.owned(segments, chunks, range(len(chunks)))
             transfer.when_stopped(tiers.staging.wake)
             while uncopied and not transfer.stopped:
-                # 3. lease slots, as many as are free
-                leases = self._slots(uncopied, transfer)
-                if not leases:
+                # 3. lease slots for as many chunks as are free
+                slots = min(MAX_IN_FLIGHT, len(uncopied)) * groups
+                try:
+                    leases = tiers.staging.acquire(
+                        slots, tiers.timeout_s, at_least=groups, stopped=lambda: transfer.stopped
+                    )
+                except Stopped:
                     break
-                count = len(leases) // chunks.groups
-                numbers, uncopied = uncopied[:count], uncopied[count:]
+                except StagingTimeout as error:
+                    unstored = f"{len(uncopied)} of {len(chunks)} chunks"
+                    log.warning("store ended early, %s not stored: %s", unstored, error)
+                    break
+                numbers, uncopied = uncopied[: len(leases) // groups], uncopied[len(leases) // groups :]
                 try:
                     # 4. pack and seal, unless the engine reclaimed its pages meanwhile
                     with transfer.pages:
@@ -131,34 +139,14 @@ class Store:
                             break
                         pack_records(chunks, self.pages, numbers, leases, self.after)
                     # 5. write
-                    stored |= self.writes.start(lacking, chunks, numbers, leases, self.pending)
-                    stored |= self.writes.start(unknown, chunks, numbers, leases, self.pending, asks=True)
+                    stored |= self.writes.start(
+                        segments, chunks, numbers, leases, self.pending, ask_first=asked_later
+                    )
                 finally:
                     release_all(leases)
             return len(stored)
         finally:
             self.pending.close()  # no more attempts will start
-
-    def _asked_later(self) -> list[str]:
-        """Return the targets outside this process."""
-        tiers = self.tiers
-        return [t for t in self.targets if not tiers.tiers[t].in_memory and not tiers.circuit_open(t)]
-
-    def _slots(self, uncopied: Sequence[int], transfer: Transfer[Stored]) -> list[Lease]:
-        """Lease slots for as many of these chunks as possible; none if one chunk's do not come free."""
-        chunks, groups = self.chunks, self.chunks.groups
-        count = min(MAX_IN_FLIGHT, len(uncopied)) * groups
-        try:
-            return self.tiers.staging.acquire(
-                count, self.tiers.timeout_s, at_least=groups, stopped=lambda: transfer.stopped
-            )
-        except Stopped:
-            return []
-        except StagingTimeout as error:
-            log.warning(
-                "store ended early, %d of %d chunks not stored: %s", len(uncopied), len(chunks), error
-            )
-            return []
 
 
 def pack_records(

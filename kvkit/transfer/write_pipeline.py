@@ -1,6 +1,6 @@
 """Sealed records on their way into tiers: queued, written, counted and reported.
 
-    WritePipeline.start -> WriteQueue -> Tier.put ... -> WriteJob.done
+    WritePipeline.start -> WriteQueue.add -> Tier.put ... -> WriteJob.done -> WriteQueue.start_waiting
 
 One record for one tier is a `WriteJob`, which is done once: then counts, pending stores and flushes are
 updated. A tier that hangs holds a bounded share of the slots.
@@ -12,7 +12,7 @@ import logging
 import threading
 import time
 from collections import Counter, deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from itertools import islice, takewhile
 
@@ -45,19 +45,19 @@ class Batch:
     Attributes:
         writes: the pipeline of the writes.
         formats: record formats of the layer groups.
+        policy: request policy, for the tier's eviction.
         pending: pending store, notified of the end of each write.
         written_back: True if the records come from a load, not a store.
-        asks: True if the tier is asked what it lacks before writing.
-        policy: request policy, for the tier's eviction.
+        ask_first: True if the tier is asked what it lacks before writing.
     """
 
     writes: WritePipeline
     tier: str
     formats: tuple[RecordFormat, ...]
-    pending: PendingStore | None
-    written_back: bool
-    asks: bool
     policy: RequestPolicy
+    pending: PendingStore | None = None
+    written_back: bool = False
+    ask_first: bool = False
 
 
 @dataclass(eq=False, slots=True)
@@ -70,37 +70,41 @@ class WriteJob:
     size: int
 
     def done(self, error: BaseException | None) -> None:
-        """Take the tier's report. Called once, from any thread, for a job that was started."""
-        self.batch.writes.job_done(self, error)
+        """End a job that was started, and start those that wait for it. Called once, from any thread."""
+        queue = self.batch.writes.queues.get(self.batch.tier)
+        if queue is not None:
+            queue.ended()
+        self._report(error)
+        if queue is not None:
+            queue.start_waiting()
 
+    def refuse(self, reason: str = "earlier puts hang") -> None:
+        """End a job that was not started."""
+        self._report(TierFull(f"tier {self.batch.tier!r}: {self.name} is not stored: {reason}"))
 
-@dataclass(frozen=True, slots=True)
-class Unsaved:
-    """Records that tiers do not have yet, and their bytes, by tier; false if there are none.
-
-    Attributes:
-        uncopied: number of records of pending stores that were not passed to any tier yet.
-    """
-
-    records: Counter[str]
-    sizes: Counter[str]
-    uncopied: int = 0
-
-    def __bool__(self) -> bool:
-        return bool(self.uncopied or self.records.total())
-
-    def __add__(self, other: Unsaved) -> Unsaved:
-        sizes, uncopied = self.sizes + other.sizes, self.uncopied + other.uncopied
-        return Unsaved(self.records + other.records, sizes, uncopied)
-
-    def __str__(self) -> str:
-        descriptions = [
-            f"{count} records ({self.sizes[tier] / 2**20:.1f} MiB) for tier {tier!r}"
-            for tier, count in self.records.items()
-        ]
-        if self.uncopied:
-            descriptions.append(f"{self.uncopied} records of stores that are not copied yet")
-        return ", ".join(descriptions)
+    def _report(self, error: BaseException | None) -> None:
+        """Count how the job ended, and notify the pending store and flushes."""
+        batch, tier, tiers = self.batch, self.batch.tier, self.batch.writes.tiers
+        with tiers.counting() as counts:
+            if error is None:
+                counts.stored_records[tier] += 1
+                counts.stored_bytes[tier] += self.size
+                counts.snapshot_records[tier] += batch.formats[0].group.state is not None
+                counts.written_back_records[tier] += batch.written_back
+            elif isinstance(error, TierFull):
+                counts.refused[tier] += 1
+            elif not isinstance(error, FileExistsError):
+                counts.write_errors[tier] += 1
+        if error is None or isinstance(error, FileExistsError):
+            tiers.retain(tier, [self.name], batch.policy, new=error is None)
+        if isinstance(error, TierFull | FileExistsError):
+            log.debug("%s", error)
+        elif error is not None:
+            log.warning("tier %r did not take %s: %s", tier, self.name, error)
+        tiers.health[tier].answered(time.monotonic())  # a full disk can still be read
+        if batch.pending is not None:
+            batch.pending.end_attempt(tier, self.name, error)
+        batch.writes.outstanding.done(batch)
 
 
 class WriteQueue:
@@ -108,10 +112,14 @@ class WriteQueue:
 
     The others wait and hold their slots until they are cancelled. A stuck tier accepts no writes that would
     have to wait, so it holds at most `limit` slots after that.
+
+    Args:
+        write: starts jobs of one batch; each is done once.
     """
 
-    def __init__(self, limit: int) -> None:
+    def __init__(self, limit: int, write: Callable[[Sequence[WriteJob]], None]) -> None:
         self.limit = limit
+        self._write = write
         self._in_flight = 0
         self._progress_s = 0.0  # when one ended, or the first was started
         self._waiting: deque[WriteJob] = deque()
@@ -119,20 +127,17 @@ class WriteQueue:
         self._lock = threading.Lock()
 
     def add(self, jobs: Sequence[WriteJob]) -> int:
-        """Queue the jobs of one call; return how many, from the first on, were accepted."""
+        """Queue or start the jobs of one call; return how many, from the first on, were accepted."""
         with self._lock:
             accepted = jobs[: max(0, self.limit - self._in_flight)] if self.stuck else jobs
             for job in accepted:
                 job.lease = job.lease.share()
             self._waiting.extend(accepted)
+        self.start_waiting()
         return len(accepted)
 
-    def startable(self) -> Iterator[list[WriteJob]]:
-        """Yield waiting jobs for the caller to start, a batch at a time, up to the limit.
-
-        Releases the queue's shares of their slots when the next batch is asked for. For each started job,
-        call `ended` and then this again.
-        """
+    def start_waiting(self) -> None:
+        """Start waiting jobs, a batch at a time, up to the limit. Releases the queue's shares of slots."""
         with self._lock:
             if self._starting:  # an outer call or another thread does this, and checks again before it ends
                 return
@@ -150,11 +155,11 @@ class WriteQueue:
                     self._progress_s = time.monotonic()
                 self._in_flight += len(jobs)
             leases = [job.lease for job in jobs]
-            yield jobs
+            self._write(jobs)
             release_all(leases)
 
     def ended(self) -> None:
-        """Note that a started job has ended."""
+        """Note that a started job has ended; call `start_waiting` after its report."""
         with self._lock:
             self._in_flight -= 1
             self._progress_s = time.monotonic()
@@ -182,6 +187,7 @@ class WritePipeline:
 
     Attributes:
         outstanding: writes and array descriptions that have not ended.
+        queues: queue of each tier outside this process.
     """
 
     def __init__(self, tiers: TierSet, groups: int) -> None:
@@ -194,7 +200,7 @@ class WritePipeline:
         spare = tiers.staging.slots - sum(tier.slots for tier in tiers.tiers.values())
         limit = planning.write_limit(spare, len(remote), groups)
         self._in_memory = in_memory
-        self._queues = {name: WriteQueue(limit) for name in remote}
+        self.queues = {name: WriteQueue(limit, self._write) for name in remote}
         self._offering = {name: Workers(1, f"kvkit-offer-{name}") for name in remote}
         tiers.staging.on_shortage(self._reclaim)
 
@@ -207,7 +213,7 @@ class WritePipeline:
         pending: PendingStore | None = None,
         *,
         written_back: bool = False,
-        asks: bool = False,
+        ask_first: Collection[str] = (),
     ) -> set[int]:
         """Start writing sealed records to the tiers of `segments`, for the chunks that this rank owns.
 
@@ -217,7 +223,7 @@ class WritePipeline:
             numbers: chunk numbers of the records, ascending.
             pending: pending store, notified of the end of each write.
             written_back: the records come from another tier.
-            asks: ask tiers outside this process what they lack before writing.
+            ask_first: tiers outside this process that are asked what they lack before writing.
 
         Returns:
             The chunks that at least one tier accepted.
@@ -229,7 +235,8 @@ class WritePipeline:
             owned = self.owned([segment], chunks, numbers)
             if not owned or self.tiers.circuit_open(segment.tier):
                 continue
-            batch = Batch(self, segment.tier, chunks.formats, pending, written_back, asks, chunks.policy)
+            tier = segment.tier
+            batch = Batch(self, tier, chunks.formats, chunks.policy, pending, written_back, tier in ask_first)
             self.outstanding.add(batch, len(owned) * groups)
             jobs = [
                 WriteJob(batch, name, lease, lease.used)
@@ -237,14 +244,13 @@ class WritePipeline:
                 for name, lease in zip(chunks.records(number, number + 1), by_chunk[number], strict=True)
             ]
             if pending is not None:
-                pending.attempt([job.name for job in jobs])
-            queue = self._queues.get(segment.tier)
-            if queue is None:
+                pending.begin_attempts([job.name for job in jobs])
+            if tier in self._in_memory:
                 self._write(jobs)
             else:
-                count = queue.add(jobs)
-                self._go_on(queue)
-                self._refuse(jobs[count:])
+                count = self.queues[tier].add(jobs)
+                for job in jobs[count:]:
+                    job.refuse()
                 owned = owned[: count // groups]
             accepted.update(owned)
         return accepted
@@ -288,45 +294,20 @@ class WritePipeline:
             self._describe(segment.tier, chunks.formats)
         return plan
 
-    def unsaved(self) -> Unsaved:
-        """Return what is still to be saved: unended writes, and `Unsaved.uncopied` records."""
-        records, sizes = Counter[str](), Counter[str]()
-        for start, count in self.outstanding.starts().items():
-            if isinstance(start, Batch):
-                records[start.tier] += count
-                sizes[start.tier] += count * sum(f.record_bytes for f in start.formats) // len(start.formats)
-        return Unsaved(records, sizes, self.tiers.pending_stores.uncopied())
-
-    def close(self) -> Unsaved:
-        """Cancel the waiting jobs; return their records."""
+    def close(self) -> list[WriteJob]:
+        """Cancel the waiting jobs; return them."""
         self.tiers.staging.off_shortage(self._reclaim)
-        cancelled = [job for queue in self._queues.values() for job in queue.cancel()]
-        self._refuse(cancelled, "the cache is closing")
+        cancelled = [job for queue in self.queues.values() for job in queue.cancel()]
+        for job in cancelled:
+            job.refuse("the cache is closing")
         for workers in self._offering.values():
             workers.close(0.0)
-        sizes = Counter[str]()
-        for job in cancelled:
-            sizes[job.batch.tier] += job.size
-        return Unsaved(Counter(job.batch.tier for job in cancelled), sizes)
-
-    def job_done(self, job: WriteJob, error: BaseException | None) -> None:
-        """End a job that was started, and start those that wait for it."""
-        queue = self._queues.get(job.batch.tier)
-        if queue is not None:
-            queue.ended()
-        self._report(job, error)
-        if queue is not None:
-            self._go_on(queue)
-
-    def _go_on(self, queue: WriteQueue) -> None:
-        """Start the waiting jobs that the queue lets start."""
-        for jobs in queue.startable():
-            self._write(jobs)
+        return cancelled
 
     def _write(self, jobs: Sequence[WriteJob]) -> None:
         """Start the jobs of one call. Each is done exactly once."""
         batch = jobs[0].batch
-        if batch.asks:
+        if batch.ask_first:
             self._write_lacking(jobs)
         else:
             tier_calls.put(self.tiers, batch.tier, jobs)
@@ -360,36 +341,6 @@ class WritePipeline:
             release_all(shares)
             for job in jobs:
                 job.done(error)
-
-    def _refuse(self, jobs: Sequence[WriteJob], reason: str = "earlier puts hang") -> None:
-        """End jobs that were not started."""
-        for job in jobs:
-            tier = job.batch.tier
-            self._report(job, TierFull(f"tier {tier!r}: {job.name} is not stored: {reason}"))
-
-    def _report(self, job: WriteJob, error: BaseException | None) -> None:
-        """Count how a job ended, and notify the pending store and flushes."""
-        tier = job.batch.tier
-        with self.tiers.counting() as counts:
-            if error is None:
-                counts.stored_records[tier] += 1
-                counts.stored_bytes[tier] += job.size
-                counts.snapshot_records[tier] += job.batch.formats[0].group.state is not None
-                counts.written_back_records[tier] += job.batch.written_back
-            elif isinstance(error, TierFull):
-                counts.refused[tier] += 1
-            elif not isinstance(error, FileExistsError):
-                counts.write_errors[tier] += 1
-        if error is None or isinstance(error, FileExistsError):
-            self.tiers.retain(tier, [job.name], job.batch.policy, new=error is None)
-        if isinstance(error, TierFull | FileExistsError):
-            log.debug("%s", error)
-        elif error is not None:
-            log.warning("tier %r did not take %s: %s", tier, job.name, error)
-        self.tiers.health[tier].answered(time.monotonic())  # a full disk can still be read
-        if job.batch.pending is not None:
-            job.batch.pending.ended(tier, job.name, error)
-        self.outstanding.done(job.batch)
 
     def _describe(self, name: str, formats: Sequence[RecordFormat]) -> None:
         """Write zarr.json for new arrays to a tier outside this process; a flush waits for it.
@@ -435,9 +386,10 @@ class WritePipeline:
 
     def _reclaim(self, _: int) -> None:
         """Cancel the waiting jobs of tiers that are stuck or have an open circuit, to free slots."""
-        for tier, queue in self._queues.items():
+        for tier, queue in self.queues.items():
             if queue.stuck or self.tiers.circuit_open(tier):
-                self._refuse(queue.cancel())
+                for job in queue.cancel():
+                    job.refuse()
 
 
 class Outstanding:

@@ -268,8 +268,8 @@ class CacheLife:
         writes: Any = self.cache._all_writes
         tiers: Any = writes.tiers
         self.check(not writes.outstanding.count, "{} puts never end", writes.outstanding.count)
-        self.check(not tiers.pending_stores._makers, "pending for ever: {}", tiers.pending_stores._makers)
-        for tier, queue in writes._queues.items():
+        self.check(not tiers.pending_stores.stores_of, "pending for ever: {}", tiers.pending_stores.stores_of)
+        for tier, queue in writes.queues.items():
             left = queue._in_flight, len(queue._waiting)
             self.check(left == (0, 0), "puts into {}: {} under way, {} wait", tier, *left)
         reads = {tier: len(gets) for tier, gets in tiers.reads_began.items() if gets}

@@ -128,11 +128,11 @@ CACHE_MUTANTS = (
         "who waits for a promise does not hear that it is kept",
         PROMISES,
         """\
-                    del self._makers[name]
-            self._changed.notify_all()
+                    del stores_of[name]
+            changed.notify_all()
 """,
         """\
-                    del self._makers[name]
+                    del stores_of[name]
 """,
     ),
     Mutant(
@@ -307,10 +307,10 @@ CACHE_MUTANTS = (
         "a promise ends with the store, not with the tier that has it",
         PROMISES,
         """\
-                    if kept or not self._attempts[name]:
+                    if kept or not self.attempts[name]:
 """,
         """\
-                    if kept or self._attempts[name] < 2:
+                    if kept or self.attempts[name] < 2:
 """,
     ),
     Mutant(
