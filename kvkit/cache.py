@@ -212,8 +212,7 @@ class Cache:
     ) -> Chunks:
         """Return the whole chunks of `tokens` (int32 [T]), hashed once for several stores of parts of them.
 
-        Raises:
-            PolicyError: `policy` names an unknown tier.
+        Raises `PolicyError` if `policy` names an unknown tier.
         """
         self._fork_guard.check()
         check_named("load_from", policy.load_from or (), self.tiers)
@@ -289,11 +288,9 @@ class Cache:
 
         Args:
             first: number of leading chunks that the engine already has. The run and the hit begin after them.
-
-        Raises:
-            CacheError: the tokens have fewer than `first` whole chunks.
+                Raises `CacheError` if the tokens have fewer whole chunks.
         """
-        chunks = self.chunks(tokens, namespace).after(first)
+        chunks = self.chunks(tokens, namespace).part(first)
         move = partial(prefetch, self.tier_set, self.writes, chunks)
         return Transfer.start(self._threads.prefetching, move)
 
@@ -303,9 +300,7 @@ class Cache:
         """Read and verify the records of one chunk in the background: a lease per layer group.
 
         The list is empty if no tier has them. The caller releases the leases (`kvkit.staging.release_all`).
-
-        Raises:
-            CacheError: `tokens` have no such whole chunk.
+        Raises `CacheError` if `tokens` have no such whole chunk.
         """
         chunks = self.chunks(tokens, namespace)
         if not 0 <= chunk < len(chunks):
@@ -338,7 +333,7 @@ class Cache:
                 chunks.
             PolicyError: `to` or `policy` names an unknown tier.
         """
-        chunks = self.chunks(tokens, namespace, policy).after(first)
+        chunks = self.chunks(tokens, namespace, policy).part(first)
         pages = check_pages(pages, chunks, len(chunks), self.layout)
         return Store(self.writes, chunks, pages, self._targets(to, chunks)).run(Transfer())
 
@@ -359,7 +354,7 @@ class Cache:
         `synchronize`). Without it, pages on a GPU are complete after the work already queued on the current
         stream. Raises the errors of `store`.
         """
-        chunks = self.chunks(tokens, namespace, policy).after(first)
+        chunks = self.chunks(tokens, namespace, policy).part(first)
         return self.store_chunks(chunks, pages, to=to, ready=ready)
 
     def store_chunks(
@@ -370,7 +365,7 @@ class Cache:
         to: Sequence[str] | None = None,
         ready: Callable[[], object] | None = None,
         on_stored: Callable[[str, int], None] | None = None,
-        on_done: Callable[[], object] = lambda: None,
+        on_done: Callable[[], object] | None = None,
         copy_first: bool = False,
     ) -> Transfer[Stored]:
         """Run `store_async` for `chunks`, or part of them, with callbacks. Raises the errors of `store`.
@@ -386,9 +381,7 @@ class Cache:
                 released without waiting for these tiers, but some copies may be unneeded.
         """
         pages = check_pages(pages, chunks, len(chunks), self.layout)
-        after = () if ready else _marks(pages)
-        ready = ready or (lambda: None)
-        targets = self._targets(to, chunks)
+        targets, after = self._targets(to, chunks), () if ready else _marks(pages)
         store = Store(self.writes, chunks, pages, targets, ready, on_stored, on_done, copy_first, after)
         return store.start(self._threads.storing)
 
@@ -397,9 +390,7 @@ class Cache:
 
         Args:
             pages: any pages of one chunk, one entry per layer group, as blocks or as slots. Not mutated.
-
-        Raises:
-            CacheError: `pages` do not match the layout.
+                Raises `CacheError` if they do not match the layout.
         """
         no_chunks = self.chunks(np.zeros(0, np.int32))
         groups, formats = check_pages(pages, no_chunks, 0, self.layout), no_chunks.formats + no_chunks.states
@@ -413,8 +404,7 @@ class Cache:
     def retain(self, tokens: Any, policy: RequestPolicy, namespace: Namespace | None = None) -> None:
         """Apply the retention of `policy` to these tokens' chunks in tiers that hold them, as a store would.
 
-        Raises:
-            PolicyError: `policy` names an unknown tier.
+        Raises `PolicyError` if `policy` names an unknown tier.
         """
         chunks = self.chunks(tokens, namespace, policy)
         for tier in self.tiers if policy.store_to is None else policy.store_to:

@@ -64,7 +64,7 @@ class PendingStore:
         names: Sequence[str],
         groups: int = 1,
         on_stored: Callable[[str, int], object] | None = None,
-        on_done: Callable[[], object] = lambda: None,
+        on_done: Callable[[], object] | None = None,
         by_other_ranks: Iterable[str] = (),
     ) -> None:
         self._pending_stores = pending_stores
@@ -126,7 +126,7 @@ class PendingStore:
                 if not stores_of[name]:
                     del stores_of[name]
             changed.notify_all()
-        if last:
+        if last and self._on_done is not None:
             _call_back(self._on_done)
 
 

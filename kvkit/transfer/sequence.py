@@ -158,12 +158,13 @@ class Chunks:
         """Return the record names of chunks [start, stop)."""
         return self.names[start * self.groups : stop * self.groups]
 
-    def part(self, start: int, stop: int) -> Chunks:
-        """Return chunks [start, stop) alone, where `start` becomes chunk 0.
+    def part(self, start: int, stop: int | None = None) -> Chunks:
+        """Return chunks [start, stop) (None: to the last) alone, where `start` becomes chunk 0.
 
         Raises:
             CacheError: there are no such chunks.
         """
+        stop = len(self) if stop is None else stop
         if not 0 <= start <= stop <= len(self):
             raise CacheError(f"start={start}, stop={stop}: there are {len(self)} whole chunks")
         size = self.chunk_tokens
@@ -177,10 +178,6 @@ class Chunks:
             self.first + start,
             self.states,
         )
-
-    def after(self, start: int) -> Chunks:
-        """Return the chunks from `start` on, as `part` does."""
-        return self.part(start, len(self))
 
     @property
     def snapshots(self) -> list[str]:

@@ -34,7 +34,7 @@ class Store:
 
     Args:
         pages: one entry per layer group, states last.
-        ready: returns when the pages are complete.
+        ready: returns when the pages are complete; None: they are.
         after: on a GPU, events to wait for as well; None: see `pack`.
         on_stored, on_done: see `PendingStore`.
         copy_first: copy all chunks before asking tiers outside this process what they lack.
@@ -44,9 +44,9 @@ class Store:
     chunks: Chunks
     pages: Sequence[SequencePages]
     targets: Sequence[str]
-    ready: Callable[[], object] = lambda: None
+    ready: Callable[[], object] | None = None
     on_stored: Callable[[str, int], object] | None = None
-    on_done: Callable[[], object] = lambda: None
+    on_done: Callable[[], object] | None = None
     copy_first: bool = False
     after: CudaEvents | None = None
 
@@ -54,10 +54,13 @@ class Store:
         self.tiers = self.writes.tiers
         chunks, owns = self.chunks, self.tiers.owned_by_rank
         unowned = [i for i in range(len(chunks)) if not all(owns(t, chunks, i) for t in self.targets)]
-        unowned_names = [name for i in unowned for name in chunks.records(i, i + 1)]
-        pending_stores = self.tiers.pending_stores
         self.pending = PendingStore(
-            pending_stores, chunks.names, chunks.groups, self.on_stored, self.on_done, unowned_names
+            self.tiers.pending_stores,
+            chunks.names,
+            chunks.groups,
+            self.on_stored,
+            self.on_done,
+            by_other_ranks=[name for i in unowned for name in chunks.records(i, i + 1)],
         )
         state_pages = self.pages[chunks.groups :]
         self._snapshots = [
@@ -110,7 +113,8 @@ class Store:
         stored: set[int] = set()
         try:
             # 1. wait until the engine has computed the chunks
-            self.ready()
+            if self.ready is not None:
+                self.ready()
             # 2. ask targets what they lack; with `copy_first`, remote ones are asked after step 4
             remote = [t for t in self.targets if not tiers.tiers[t].in_memory] if self.copy_first else []
             asked_later = [t for t in remote if not tiers.circuit_open(t)]
@@ -162,8 +166,9 @@ def pack_records(
         pages: one entry per layer group; more are ignored.
         after: on a GPU, events to wait for; None: see `pack`.
     """
-    for g, (record_format, group) in enumerate(zip(chunks.formats, pages[: chunks.groups], strict=True)):
-        payloads = [record.payload(record_format, lease.array) for lease in leases[g :: chunks.groups]]
+    groups = chunks.groups
+    for g, (record_format, group) in enumerate(zip(chunks.formats, pages[:groups], strict=True)):
+        payloads = [record.payload(record_format, lease.array) for lease in leases[g::groups]]
         rows = group.rows_of(record_format, numbers)
         clear_gaps(rows, payloads)
         pack(group.pages, payloads, **rows, after=after)
@@ -181,8 +186,9 @@ def seal(
     Args:
         sums: checksums of each record's layers, if known.
     """
+    groups = chunks.groups
     for i, lease in enumerate(leases):
-        chunk, group = divmod(i, chunks.groups)
+        chunk, group = divmod(i, groups)
         record_format = chunks.formats[group]
         record.seal(record_format, lease.buffer, *chunks.identity(numbers[chunk]), sums[i] if sums else None)
         lease.used = record_format.record_bytes
