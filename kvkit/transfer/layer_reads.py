@@ -107,7 +107,7 @@ class LayerReads(SegmentReads):
         self._exchange_tier = None  # ranks share whole records only
         self._layer = layer
         self._form = chunks.formats[layer.group]
-        self._range = record.layer_range(self._form, layer.place)
+        self._range = record.layer_range(self._form, layer.index)
         self._records = records
         self._readers = readers
 
@@ -164,7 +164,7 @@ class LayerReads(SegmentReads):
         Raises:
             OSError: the layer is not available or is damaged.
         """
-        record_format, layer_index, chunk = self._form, self._layer.place, read.number // self._chunks.groups
+        record_format, layer_index, chunk = self._form, self._layer.index, read.number // self._chunks.groups
         entry = self._records[chunk]
         if entry.coming is not None:
             entry.coming.result(self._tiers.timeout_s)

@@ -67,13 +67,13 @@ class LayerPacker:
         for layer in layers if self.leases else ():
             leases = self.leases[layer.group :: groups]
             record_format = self.chunks.formats[layer.group]
-            offset, size = record.layer_range(record_format, layer.place)
+            offset, size = record.layer_range(record_format, layer.index)
             pieces = [lease.array[offset : offset + size] for lease in leases]
             rows = self._pages[layer.group].rows_of(record_format, self.numbers)
             clear_gaps(rows, pieces)
             pack(layer.pages, pieces, **rows)
             for sums, piece in zip(self._sums[layer.group :: groups], pieces, strict=True):
-                sums[layer.place] = record.layer_checksum(piece.data)  # while in the CPU's cache
+                sums[layer.index] = record.layer_checksum(piece.data)  # while in the CPU's cache
         if number in self.left:
             self.left.remove(number)
 

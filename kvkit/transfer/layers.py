@@ -15,7 +15,7 @@ class Layer:
 
     number: int
     group: int
-    place: int
+    index: int
     pages: Pages
     last: bool = True  # the last entry of its layer, in the order of `layers_of`
 
