@@ -27,7 +27,7 @@ class Unsaved:
 
     records: Counter[str]
     sizes: Counter[str]
-    uncopied: int = 0
+    uncopied: int
 
     def __bool__(self) -> bool:
         return bool(self.uncopied or self.records.total())

@@ -131,7 +131,7 @@ def is_snapshot_kept(stop: int, every: int, prompt: int) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class StorePlan:
-    """Segments to put into each target tier, in the policy's order."""
+    """Segments to put into each target tier."""
 
     segments: tuple[Segment, ...] = ()
 
@@ -146,13 +146,9 @@ class StorePlan:
         return max((s.stop for s in self.segments), default=0)
 
 
-def plan_store(chunks: int, policy: Policy, resident: Mapping[str, int]) -> StorePlan:
-    """Plan to put chunks [0, `chunks`) into each tier of `policy.store_to`, after the run it holds.
-
-    `resident` is that leading run, in chunks, by tier; a tier not in it holds nothing.
-    """
-    missing = (Segment(tier, resident.get(tier, 0), chunks) for tier in policy.store_to)
-    return StorePlan(tuple(segment for segment in missing if segment.start < chunks))
+def plan_store(chunks: int, resident: Mapping[str, int]) -> StorePlan:
+    """Plan to put chunks [0, `chunks`) into each tier of `resident`, after the run of chunks it holds."""
+    return StorePlan(tuple(Segment(tier, run, chunks) for tier, run in resident.items() if run < chunks))
 
 
 def write_limit(slots: int, tiers: int, groups: int) -> int:

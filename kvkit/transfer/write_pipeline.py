@@ -24,7 +24,7 @@ from kvkit.transfer import plan as planning
 from kvkit.transfer import tier_calls
 from kvkit.transfer.pending_stores import PendingStore
 from kvkit.transfer.plan import RetrievePlan, Segment, StorePlan
-from kvkit.transfer.policy import Policy, RequestPolicy
+from kvkit.transfer.policy import RequestPolicy
 from kvkit.transfer.sequence import Chunks
 from kvkit.transfer.tier_set import TierSet
 from kvkit.workers import Closed, Workers
@@ -289,7 +289,7 @@ class WritePipeline:
         resident = {t: ask(t, chunks.names) // chunks.groups for t in targets if usable(t)}
         for tier, run in resident.items():
             self.tiers.retain(tier, chunks.records(0, run), chunks.policy)
-        plan = planning.plan_store(len(chunks), Policy((), tuple(resident)), resident)
+        plan = planning.plan_store(len(chunks), resident)
         for segment in plan.segments:
             self._describe(segment.tier, chunks.formats)
         return plan

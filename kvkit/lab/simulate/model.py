@@ -229,7 +229,7 @@ class Simulator:
 
     def _keep(self, node: Node, names: Sequence[str], sizes: Mapping[str, int]) -> None:
         resident = {tier: eviction.use_run(node.tiers[tier], names) for tier in node.policy.store_to}
-        for segment in planning.plan_store(len(names), node.policy, resident).segments:
+        for segment in planning.plan_store(len(names), resident).segments:
             self._put(node, segment, names, sizes)
 
     def _put(self, node: Node, segment: Segment, names: Sequence[str], sizes: Mapping[str, int]) -> int:
