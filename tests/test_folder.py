@@ -173,7 +173,7 @@ def test_the_file_of_a_killed_writer_is_removed(tmp_path: Path) -> None:
     program = """
 import os, sys
 from kvkit.tiers.folder import Folder
-file, path = Folder(os.path.dirname(sys.argv[1]))._create(sys.argv[1])
+file, path = Folder(os.path.dirname(sys.argv[1]))._create_temporary(sys.argv[1])
 os.write(file, b"half a record")
 print("ready", flush=True)
 sys.stdin.read()
@@ -435,7 +435,7 @@ def test_the_kind_of_file_system(tmp_path: Path, small_disk: Path) -> None:
 def test_a_local_folder_is_asked_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """What tests/nfs proves of network folders costs the others nothing."""
     looks: list[str] = []
-    monkeypatch.setattr(files, "_look_again", looks.append)
+    monkeypatch.setattr(files, "_renew_nfs_cache", looks.append)
     folder = Folder(str(tmp_path))
     assert folder.size(NAMES[0]) is None
     with pytest.raises(FileNotFoundError):
@@ -512,7 +512,9 @@ def test_a_store_is_for_whom_it_says_whatever_the_umask(
         assert put(tier, staging, NAMES[:1]) == [None]
         tier.describe(ARRAY, b"{}")
         tier.close()
-        file, _ = Folder(str(root), access=access)._create(str(root / ARRAY))  # as it is being written
+        file, _ = Folder(str(root), access=access)._create_temporary(
+            str(root / ARRAY)
+        )  # as it is being written
         os.close(file)
     finally:
         os.umask(old)

@@ -140,7 +140,7 @@ FILES = {
             monkeypatch.setenv("KVKIT_TIERS__HERE__KIND", "shelf")
             monkeypatch.setenv("KVKIT_TIERS__HERE__CAPACITY", "1MiB")
             monkeypatch.setenv("KVKIT_TIERS__HERE__COLOUR", "red")
-            settings = load_config().tiers["here"].all_set()
+            settings = load_config().tiers["here"].given_settings()
             assert settings == {"capacity": 1 << 20, "colour": "red"}
 
 

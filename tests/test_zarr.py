@@ -284,4 +284,6 @@ def test_metadata_of_other_settings_stays_and_is_warned_of(
         assert not caplog.text
         tier.describe(form.array, arrays.metadata(form))
     assert (tmp_path / form.array / "zarr.json").read_bytes() == arrays.metadata(form, "zstd")
-    assert "differs in attributes, codecs from what this cache stores there" in caplog.text
+    assert (
+        "differs in attributes, codecs from the metadata of the records that this cache stores" in caplog.text
+    )

@@ -1,6 +1,7 @@
-"""Credentials of S3 buckets, with AWS profiles: obstore only knows keys and credential servers.
+"""Credentials of S3 buckets, with AWS profiles: obstore itself only knows keys and credential servers.
 
-The order is that of AWS's own tools: keys, web identity, profiles, containers, the metadata service of EC2.
+The order of the search is that of AWS's own tools: keys, web identity, profiles, containers, EC2's metadata
+service.
 """
 
 from __future__ import annotations
@@ -13,10 +14,10 @@ from importlib.util import find_spec
 from typing import Any
 
 Credentials = Mapping[str, Any]
-"""Credentials in obstore's form: access_key_id, secret_access_key, token, expires_at."""
-_KEEP = timedelta(minutes=10)
+"""Credentials as obstore takes them: access_key_id, secret_access_key, token, expires_at."""
+_VALIDITY = timedelta(minutes=10)
 """Minimum validity of a profile's credentials: botocore renews them before they expire."""
-_METADATA = re.compile(r"/latest/(?:api/token|meta-data)")
+_METADATA_PATH = re.compile(r"/latest/(?:api/token|meta-data)")
 """Paths of EC2's metadata service, in the text of an error."""
 _DISABLED = "AWS_EC2_METADATA_DISABLED"
 
@@ -34,11 +35,11 @@ def s3_settings(
 
     Raises:
         ValueError: the profile does not exist or cannot be read; or there are no credentials and the metadata
-            service is disabled. The message names the places that were searched.
+            service is disabled. The message names the sources that were searched.
     """
     if _is_given(options, "access_key_id", "skip_signature", "web_identity_token_file"):
         return dict(options), None
-    added, provider = _of_profile(timeout_s)
+    added, provider = _profile_settings(timeout_s)
     completed = {name: value for name, value in added.items() if not _is_given(options, name)} | dict(options)
     has_container = _is_given(options, "container_credentials_relative_uri", "container_credentials_full_uri")
     if provider is None and not has_container and _metadata_is_disabled():
@@ -47,11 +48,11 @@ def s3_settings(
 
 
 def missing_credentials() -> str:
-    """Return the error message that lists every place searched for credentials."""
+    """Return the error message that lists every source searched for credentials."""
     metadata_result = f"is not asked ({_DISABLED})" if _metadata_is_disabled() else "gives none"
-    profiles = f"the profile {_profile() or 'default'!r} of {' and '.join(_files())}"
+    profiles = f"the profile {_profile_name() or 'default'!r} of {' and '.join(_profile_files())}"
     if find_spec("botocore") is None:
-        profiles += " (not looked at: pip install botocore)"
+        profiles += " (not searched: pip install botocore)"
     return (
         "no credentials: none among the options (access_key_id, secret_access_key), in AWS_ACCESS_KEY_ID, "
         f"AWS_WEB_IDENTITY_TOKEN_FILE, AWS_CONTAINER_CREDENTIALS_*, or {profiles}, and EC2's metadata "
@@ -61,12 +62,12 @@ def missing_credentials() -> str:
 
 def asks_for_credentials(text: str) -> bool:
     """Return whether an error comes from requesting credentials from EC2's metadata service."""
-    return _METADATA.search(text.partition("\n")[0]) is not None
+    return _METADATA_PATH.search(text.partition("\n")[0]) is not None
 
 
-def _of_profile(timeout_s: float) -> tuple[dict[str, Any], Callable[[], Credentials] | None]:
-    """Return options of the chosen or default profile, and a provider of its credentials or None."""
-    name = _profile()
+def _profile_settings(timeout_s: float) -> tuple[dict[str, Any], Callable[[], Credentials] | None]:
+    """Return options from the selected or default profile, and a provider of its credentials or None."""
+    name = _profile_name()
     if find_spec("botocore") is None:
         if name:
             raise ValueError(
@@ -90,9 +91,9 @@ def _of_profile(timeout_s: float) -> tuple[dict[str, Any], Callable[[], Credenti
                 resolver.remove(provider.METHOD)  # obstore queries these itself
         credentials = resolver.load_credentials()
     except BotoCoreError as error:
-        raise ValueError(f"AWS_PROFILE={name!r}: {error}; looked at {' and '.join(_files())}") from None
-    names = {"region": "region", "endpoint": "endpoint_url"}
-    added = {option: profile[key] for option, key in names.items() if key in profile}
+        raise ValueError(f"AWS_PROFILE={name!r}: {error}; read {' and '.join(_profile_files())}") from None
+    key_of_option = {"region": "region", "endpoint": "endpoint_url"}
+    added = {option: profile[key] for option, key in key_of_option.items() if key in profile}
     if credentials is None:
         return added, None
 
@@ -102,7 +103,7 @@ def _of_profile(timeout_s: float) -> tuple[dict[str, Any], Callable[[], Credenti
             "access_key_id": frozen.access_key,
             "secret_access_key": frozen.secret_key,
             "token": frozen.token,
-            "expires_at": datetime.now(UTC) + _KEEP,
+            "expires_at": datetime.now(UTC) + _VALIDITY,
         }
 
     return added, provide
@@ -111,21 +112,18 @@ def _of_profile(timeout_s: float) -> tuple[dict[str, Any], Callable[[], Credenti
 def _is_given(options: Mapping[str, Any], *names: str) -> bool:
     """Return whether one of these settings is among the options or in the environment, and not "false"."""
     by_name = {name.lower().removeprefix("aws_"): value for name, value in options.items()}
-    for name in names:
-        aliases_of = {"region": ("REGION", "DEFAULT_REGION"), "endpoint": ("ENDPOINT", "ENDPOINT_URL")}
-        aliases = aliases_of.get(name, (name.upper(),))
-        values = [by_name.get(alias.lower(), os.environ.get(f"AWS_{alias}")) for alias in aliases]
-        if any(value and str(value).lower() != "false" for value in values):
-            return True
-    return False
+    more_aliases = {"region": ("REGION", "DEFAULT_REGION"), "endpoint": ("ENDPOINT", "ENDPOINT_URL")}
+    aliases = [alias for name in names for alias in more_aliases.get(name, (name.upper(),))]
+    values = [by_name.get(alias.lower(), os.environ.get(f"AWS_{alias}")) for alias in aliases]
+    return any(value and str(value).lower() != "false" for value in values)
 
 
-def _profile() -> str | None:
+def _profile_name() -> str | None:
     """Return the name of the profile that the environment selects."""
     return os.environ.get("AWS_DEFAULT_PROFILE") or os.environ.get("AWS_PROFILE")
 
 
-def _files() -> tuple[str, str]:
+def _profile_files() -> tuple[str, str]:
     """Return the paths of the files with profiles."""
     return (
         os.environ.get("AWS_SHARED_CREDENTIALS_FILE", "~/.aws/credentials"),

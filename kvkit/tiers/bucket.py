@@ -3,14 +3,15 @@
 A put is a single request, so an object is visible only when it is complete. A read is streamed into its slot:
 for large records this takes 0.6 of the time of collecting the body first (benchmarks/bench_s3.py).
 
-The tier detects a store's peculiarities from its first answers: a store that forbids listing denies access to
-missing objects, and some stores do not support conditional puts.
+`Bucket` detects two peculiarities of stores from their answers: some deny access to missing objects, as S3
+does to users who may not list, and some do not support conditional puts.
 """
 
 from __future__ import annotations
 
 import logging
 import re
+import secrets
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
@@ -25,15 +26,14 @@ from kvkit.format.record import Damage
 from kvkit.format.urls import hide, shown
 from kvkit.tiers.aws import asks_for_credentials, missing_credentials, s3_settings
 from kvkit.tiers.base import DamagedObject, Ranges, TierError, UnreadableObject, cut_short, too_large
-from kvkit.tiers.denials import Denials
 from kvkit.tiers.folder import check_name
 
 _PIECE_BYTES = 256 << 10  # of a body, copied at a time: fits the processor's cache
 _RETRIES = 3
-_PUTS = 2
+_PUT_ATTEMPTS = 2
 """Attempts of a put that the store rejects because of a concurrent put of the same object."""
-_CODE = re.compile(r"<Code>(\w+)</Code>")
-_OF_ONE_OBJECT = ("AccessDenied", "InvalidObjectState")
+_ERROR_CODE = re.compile(r"<Code>(\w+)</Code>")
+_CODES_OF_ONE_OBJECT = ("AccessDenied", "InvalidObjectState")
 """Error codes of S3 that may concern a single object: access is denied, or the object is archived."""
 _UNCONDITIONAL = re.compile(r" (400|501) |NotImplemented|NotSupported")
 """Matches errors, of stores and of obstore, that may mean that `If-None-Match` is not supported."""
@@ -57,7 +57,7 @@ class Bucket:
 
     def __init__(self, url: str, options: Mapping[str, Any], timeout_s: float) -> None:
         # a request and one retry, each with its own timeout, and the backoff between them add up to timeout_s
-        limit, backoff = timedelta(seconds=0.45 * timeout_s), timedelta(seconds=0.1 * timeout_s)
+        timeout, backoff = timedelta(seconds=0.45 * timeout_s), timedelta(seconds=0.1 * timeout_s)
         scheme, _, location = url.partition("://")
         config, provider = dict(options), None
         if scheme in ("s3", "s3a"):
@@ -68,52 +68,66 @@ class Bucket:
                 config={name: _text(value) for name, value in config.items()},
                 **({} if provider is None else {"credential_provider": provider}),
                 # the user chooses http:// by the endpoint
-                client_options={"allow_http": True, "timeout": limit, "connect_timeout": limit},
+                client_options={"allow_http": True, "timeout": timeout, "connect_timeout": timeout},
                 retry_config={
                     "max_retries": _RETRIES,
-                    "retry_timeout": limit,
+                    "retry_timeout": timeout,
                     "backoff": {"init_backoff": backoff / 10, "max_backoff": backoff, "base": 2},
                 },
             )
         except (BaseError, ValueError) as error:
-            # the error may quote secrets; names of options are none
+            # the error may quote values of options, which may be secrets
             reason = hide(_first_line(error), url, options=options)
             raise ValueError(f"{shown(url)}: {reason}") from None
         self._timeout_s = timeout_s
         self._url = shown(url)
-        self._denials = Denials(self._url, self._look)
-        self._conditional = True
+        self._denies_missing: bool | None = None  # True if access to missing objects is denied; None: unknown
+        self._conditional = True  # False once the store has refused a conditional put
 
     def size(self, name: str) -> int | None:
         check_name(name)
         try:
-            with self._failing("cannot be looked up", name, reading=True):
+            with self._translate_errors("cannot be looked up", name, reading=True):
                 return self._size(name)
         except FileNotFoundError:
             return None
 
     def _size(self, name: str) -> int:
-        if not self._denials.known:
+        if not self._denies_missing:
             try:
                 return int(obstore.head(self._store, name)["size"])
             except BaseError as error:
-                if " 403 " not in str(error) or not self._denials.learn():
+                if " 403 " not in str(error) or not self._detect_denials():
                     raise
-        # unlike HEAD, the answer to GET has the reason of a denial
+        return self._size_by_get(name)
+
+    def _size_by_get(self, name: str) -> int:
+        """Return the bytes of an object by GET: only its answer has the reason of a denial."""
         return int(obstore.get(self._store, name, options={"range": (0, 1)}).meta["size"])
 
-    def _look(self, name: str) -> None:
-        """Inspect an object, raising the errors that `Denials` expects."""
-        try:
-            obstore.get(self._store, name, options={"range": (0, 1)})
-        except FileNotFoundError:
-            raise
-        except BaseError as error:
-            raise (PermissionError if _is_denied(error) else TierError)(_first_line(error)) from None
+    def _detect_denials(self) -> bool:
+        """Return whether the store denies access to missing objects.
+
+        Requests an object that cannot exist, at each call until the answer is conclusive.
+        """
+        if self._denies_missing is None:
+            try:
+                self._size_by_get(f"missing-{secrets.token_hex(16)}")
+            except FileNotFoundError:
+                self._denies_missing = False
+            except BaseError as error:
+                if _is_denied(error):
+                    self._denies_missing = True
+                    log.warning(
+                        "%s: the store denies access to missing objects (HTTP 403), as S3 does without "
+                        "s3:ListBucket: kvkit treats a denied record as missing",
+                        self._url,
+                    )
+        return bool(self._denies_missing)
 
     def read(self, name: str, buffer: memoryview) -> int:
         check_name(name)
-        with self._failing("cannot be read", name, reading=True):
+        with self._translate_errors("cannot be read", name, reading=True):
             result = obstore.get(self._store, name)
             size = result.meta["size"]
             if size > len(buffer):
@@ -122,7 +136,7 @@ class Bucket:
 
     def read_ranges(self, name: str, ranges: Ranges, buffers: Sequence[memoryview]) -> None:
         check_name(name)
-        with self._failing("cannot be read", name, reading=True):
+        with self._translate_errors("cannot be read", name, reading=True):
             if len(ranges) == 1:
                 (offset, size), buffer = ranges[0], buffers[0]
                 result = obstore.get(self._store, name, options={"range": (offset, offset + size)})
@@ -140,14 +154,14 @@ class Bucket:
     def write(self, name: str, data: memoryview) -> None:
         check_name(name)
         try:
-            with self._failing("cannot be written", name):
+            with self._translate_errors("cannot be written", name):
                 self._put(name, data)
         except FileNotFoundError as error:
             raise TierError(f"{name} cannot be written: the bucket does not exist") from error
 
     def _put(self, name: str, data: memoryview) -> None:
         """Put an object unless it exists; overwrite it if the store does not support conditional puts."""
-        for _ in range(_PUTS if self._conditional else 0):
+        for _ in range(_PUT_ATTEMPTS if self._conditional else 0):
             try:
                 obstore.put(self._store, name, data, mode="create", use_multipart=False)
                 return
@@ -168,31 +182,32 @@ class Bucket:
     def delete(self, name: str) -> None:
         check_name(name)
         try:
-            with self._failing("cannot be deleted", name):
+            with self._translate_errors("cannot be deleted", name):
                 obstore.delete(self._store, name)
         except FileNotFoundError:
             return
 
     def scan(self) -> Iterator[tuple[str, int]]:
-        with self._failing("cannot be listed"):
-            found = [
+        with self._translate_errors("cannot be listed"):
+            records = [
                 (meta["last_modified"], meta["path"], meta["size"])
                 for page in obstore.list(self._store)
                 for meta in page
                 if is_record(meta["path"])
             ]
-        found.sort()
-        for _, name, size in found:
+        for _, name, size in sorted(records):
             yield name, size
 
     @contextmanager
-    def _failing(self, failure: str, name: str = "the bucket", reading: bool = False) -> Iterator[None]:
-        """Turn obstore's errors into short tier errors, passing on those that mean a missing object."""
+    def _translate_errors(
+        self, failure: str, name: str = "the bucket", reading: bool = False
+    ) -> Iterator[None]:
+        """Raise short tier errors in place of obstore's; an error that means a missing object is kept."""
         try:
             yield
         except BaseError as error:
             text = str(error)
-            if reading and self._denials.known and _is_denied(error):
+            if reading and self._denies_missing and _is_denied(error):
                 raise FileNotFoundError(f"{name} is missing, or denied") from None
             if "416 Range Not Satisfiable" in text:
                 raise DamagedObject(f"{name}: it ends before the range does", Damage.TRUNCATED) from None
@@ -202,8 +217,8 @@ class Bucket:
                 reason = f"no answer within timeout_s={self._timeout_s}"
             elif " 403 " in text or " 401 " in text:
                 reason = f"the store refuses these credentials; {_first_line(error)}"
-                code = _CODE.search(text)  # absent in an answer to HEAD
-                if reading and " 403 " in text and (code is None or code[1] in _OF_ONE_OBJECT):
+                code = _ERROR_CODE.search(text)  # absent in an answer to HEAD
+                if reading and " 403 " in text and (code is None or code[1] in _CODES_OF_ONE_OBJECT):
                     raise UnreadableObject(f"{name} {failure}: {reason}", name) from None
             else:
                 reason = _first_line(error)
@@ -212,27 +227,28 @@ class Bucket:
 
 def _is_denied(error: Exception) -> bool:
     """Return whether an answer means that the credentials are valid, but lack the permission."""
-    code = _CODE.search(str(error))
+    code = _ERROR_CODE.search(str(error))
     return " 403 " in str(error) and code is not None and code[1] == "AccessDenied"
 
 
 def _stream(result: Any, buffer: memoryview) -> int:
-    """Copy the body of a reply into `buffer`, piece by piece; return its number of bytes.
+    """Copy the body of an answer into `buffer`, piece by piece; return its number of bytes.
 
     Raises:
         TierError: the body does not fit `buffer`.
     """
-    done = 0
+    copied = 0
     for piece in result.stream(_PIECE_BYTES):
-        end = done + len(piece)
+        end = copied + len(piece)
         if end > len(buffer):
             raise TierError(f"the body is longer than the {len(buffer)} bytes that were announced")
-        buffer[done:end] = piece
-        done = end
-    return done
+        buffer[copied:end] = piece
+        copied = end
+    return copied
 
 
 def _text(value: Any) -> str:
+    """Return the value of an option as obstore takes it."""
     return str(value).lower() if isinstance(value, bool) else str(value)
 
 
@@ -240,5 +256,5 @@ def _first_line(error: Exception) -> str:
     """Return the first line of obstore's error, without its dumped structures but with S3's error code."""
     text = str(error)
     line = text.partition("\n")[0].partition(": <?xml")[0].rstrip(": ")
-    code = _CODE.search(text)
+    code = _ERROR_CODE.search(text)
     return f"{line} ({code[1]})" if code else line

@@ -5,7 +5,7 @@ either complete or missing. The writer holds a lock that its death releases, so 
 files left by killed writers from those still being written.
 
 Writes bypass the page cache if the file system permits O_DIRECT: this takes a fraction of the time and CPU,
-and leaves the cache to others. Reads use the cache: warm reads are much faster, cold ones no slower.
+and keeps other files in the cache. Reads use the cache: warm reads are much faster, cold ones no slower.
 benchmarks/bench_files.py measures both choices.
 
 KV reveals its prompts: only the owner may access files and folders, whatever the umask, unless `Access` lets
@@ -14,8 +14,8 @@ others share the store.
 Anyone with write access to a store can put anything under a record's name. Symbolic links, pipes, sockets and
 folders are neither read nor waited for, and the next write of the record replaces them.
 
-An NFS client caches for up to a minute that a name is missing, whatever other clients create; `Folder` asks
-the server before it reports a name as missing. tests/nfs proves it on a real mount.
+An NFS client caches for up to a minute that a name is missing, even if another client creates it meanwhile;
+`Folder` asks the server before it reports a name as missing. tests/nfs proves it on a real mount.
 """
 
 from __future__ import annotations
@@ -46,15 +46,14 @@ Access = Literal["user", "group", "all"]
 TEMPORARY = ".tmp-"
 ASIDE = ".aside-"
 """Prefix of the new name of a non-empty folder that had a record's name."""
-_LEFT = re.compile(re.escape(TEMPORARY) + "[0-9a-f]{16}")
+_TEMPORARY_NAME = re.compile(re.escape(TEMPORARY) + "[0-9a-f]{16}")
 _FILE_MODES: dict[Access, int] = {"user": 0o600, "group": 0o660, "all": 0o666}
 _FOLDER_MODES: dict[Access, int] = {"user": 0o700, "group": 0o2770, "all": 0o777}
 """Setgid for "group", so that all files that a member creates belong to the group."""
 _SPACE, _GROUP = re.compile(SPACE), re.compile(GROUP)
-_LEVELS = (_SPACE, _GROUP)
-"""Names of the folders above those with records."""
+"""Names of the two levels of folders between the root and the records."""
 _OBJECT = re.compile(rf"{RECORD}|{SPACE}/{GROUP}/{re.escape(METADATA)}")
-_GONE = (errno.ENOENT, errno.ENOTDIR, errno.ESTALE)
+_MISSING = (errno.ENOENT, errno.ENOTDIR, errno.ESTALE)
 """Errors for a missing file; ESTALE: another NFS client removed it."""
 _WHOLE_FILE = struct.pack("hhqqi", fcntl.F_WRLCK, os.SEEK_SET, 0, 0, 0)
 _DENIED = (errno.EACCES, errno.EPERM)
@@ -64,7 +63,7 @@ _READ = os.O_RDONLY | os.O_NONBLOCK | os.O_NOFOLLOW | os.O_NOCTTY
 """O_NONBLOCK, as opening a pipe without it blocks until another process opens the other end."""
 _ESCAPE = re.compile(r"\\([0-7]{3})")
 """Octal escapes in paths of /proc, such as that of a blank."""
-_TRIES = 4
+_WRITE_ATTEMPTS = 4
 """Attempts of a write: a cleaner may, rarely, remove its temporary file as a dead writer's."""
 
 
@@ -87,7 +86,7 @@ class Folder:
     Args:
         root: folder, absolute or relative to the current one; the first write creates it if it is missing.
         fsync: True to return from a write only when the file and its name would survive a power failure.
-        access: users who may read and write the files and folders that this creates, the root included.
+        access: users who may read and write the files and folders that a write creates, the root included.
             Existing ones keep their modes.
     """
 
@@ -101,8 +100,8 @@ class Folder:
     def size(self, name: str) -> int | None:
         path = self._path(name)
         try:
-            with self._blaming(name):
-                status = self._find(path, os.lstat)
+            with self._translate_errors(name):
+                status = self._call_past_cache(path, os.lstat)
         except FileNotFoundError:
             return None
         return status.st_size if stat.S_ISREG(status.st_mode) else None
@@ -126,18 +125,18 @@ class Folder:
         with suppress(DamagedObject):  # a file that cannot be inspected may still be replaced
             if self.size(name) is not None:
                 return
-        for attempt in range(_TRIES):
+        for attempt in range(_WRITE_ATTEMPTS):
             try:
-                with _naming(name):
+                with _add_name(name):
                     self._write(path, data)
                 return
             except FileNotFoundError:
-                if attempt == _TRIES - 1:
+                if attempt == _WRITE_ATTEMPTS - 1:
                     raise
 
     def _write(self, path: str, data: memoryview) -> None:
         folder = os.path.dirname(path)
-        file, temporary = self._create(folder)
+        file, temporary = self._create_temporary(folder)
         try:
             try:
                 _write_all(file, data)
@@ -150,7 +149,7 @@ class Folder:
                 try:
                     os.rename(temporary, path)
                 except IsADirectoryError:
-                    _clear_away(path)
+                    _remove_folder(path)
                     os.rename(temporary, path)
             finally:
                 os.close(file)
@@ -180,29 +179,28 @@ class Folder:
         path = self._path(name)
         with suppress(FileNotFoundError):
             try:
-                self._find(path, os.unlink)
+                self._call_past_cache(path, os.unlink)
             except OSError:
                 if not stat.S_ISDIR(_mode(path)):
                     raise
-                _clear_away(path)
+                _remove_folder(path)
 
     def scan(self) -> Iterator[tuple[str, int]]:
-        found = []
+        records = []
         for space in _folders(self.root, _SPACE):
             for group in _folders(space.path, _GROUP):
-                for entry in _list(group.path):
+                for entry in _entries(group.path):
                     name = f"{space.name}/{group.name}/{entry.name}"
                     if not is_record(name):
                         continue
                     try:
                         status = entry.stat(follow_symlinks=False)
                     except OSError as error:
-                        _unlisted(error)
+                        _warn_unlisted(error)
                         continue
                     if stat.S_ISREG(status.st_mode):
-                        found.append((status.st_mtime_ns, name, status.st_size))
-        found.sort()
-        for _, name, size in found:
+                        records.append((status.st_mtime_ns, name, status.st_size))
+        for _, name, size in sorted(records):
             yield name, size
 
     def clean(self) -> None:
@@ -212,18 +210,18 @@ class Folder:
         """
         root = os.path.realpath(self.root)
         try:
-            for path, folders, names, folder in os.fwalk(root, onerror=_unlisted):
+            for path, folders, names, folder in os.fwalk(root, onerror=_warn_unlisted):
                 depth = len(Path(path).relative_to(root).parts)
-                if depth < len(_LEVELS):
-                    folders[:] = filter(_LEVELS[depth].fullmatch, folders)
+                if depth < 2:
+                    folders[:] = filter((_SPACE, _GROUP)[depth].fullmatch, folders)
                     continue
                 folders.clear()
-                for name in filter(_LEFT.fullmatch, names):
+                for name in filter(_TEMPORARY_NAME.fullmatch, names):
                     _remove_if_dead(name, folder)
         except OSError as error:
-            _unlisted(error)
+            _warn_unlisted(error)
 
-    def opened_wider(self) -> list[str]:
+    def too_open_namespaces(self) -> list[str]:
         """Return the names of namespaces that are open to more users than `access` permits."""
         forbidden = 0o777 & ~_FOLDER_MODES[self._access]
         if not forbidden & _mode(self.root, os.stat):
@@ -235,7 +233,7 @@ class Folder:
             and any(forbidden & _mode(group.path, os.stat) for group in _folders(space.path, _GROUP))
         ]
 
-    def _create(self, folder: str) -> tuple[int, str]:
+    def _create_temporary(self, folder: str) -> tuple[int, str]:
         """Create a temporary file in `folder`; return its descriptor, locked and writable, and its path.
 
         Raises:
@@ -246,13 +244,13 @@ class Folder:
         try:
             file = os.open(temporary, flags, mode)
         except FileNotFoundError:
-            self._make(folder)
+            self._make_folder(folder)
             file = os.open(temporary, flags, mode)
         try:
             if stat.S_IMODE(os.fstat(file).st_mode) != mode:  # the umask removed permissions
                 with suppress(PermissionError):  # the file system imposes its own modes
                     os.fchmod(file, mode)
-            if _is_mine(file):
+            if _lock_own(file):
                 return file, temporary
             raise FileNotFoundError(errno.ENOENT, "a cleaner took it for a dead writer's file", temporary)
         except BaseException:
@@ -261,12 +259,12 @@ class Folder:
                 os.unlink(temporary)
             raise
 
-    def _make(self, folder: str) -> None:
+    def _make_folder(self, folder: str) -> None:
         """Create `folder`, which is the root or below it, and its missing parents."""
         if folder == self.root:
             os.makedirs(os.path.dirname(folder), exist_ok=True)
         elif not os.path.isdir(os.path.dirname(folder)):
-            self._make(os.path.dirname(folder))
+            self._make_folder(os.path.dirname(folder))
         mode = _FOLDER_MODES[self._access]
         try:
             os.mkdir(folder, mode)
@@ -274,7 +272,7 @@ class Folder:
             if not os.path.isdir(folder):
                 raise
         else:
-            with suppress(PermissionError):  # as in _create
+            with suppress(PermissionError):  # as in _create_temporary
                 os.chmod(folder, mode)
 
     def _path(self, name: str) -> str:
@@ -290,18 +288,18 @@ class Folder:
             DamagedObject: it is not a regular file, or cannot be read.
         """
         path = self._path(name)
-        with self._blaming(name), _naming(name):
-            file = self._find(path, lambda path: os.open(path, _READ))
+        with self._translate_errors(name), _add_name(name):
+            file = self._call_past_cache(path, lambda path: os.open(path, _READ))
             try:
                 if not stat.S_ISREG(os.fstat(file).st_mode):
-                    raise _foreign(name)
+                    raise _foreign_object(name)
                 yield file
             finally:
                 os.close(file)
 
     @contextmanager
-    def _blaming(self, name: str) -> Iterator[None]:
-        """Raise DamagedObject for errors of one record, and leave those of the whole folder as they are.
+    def _translate_errors(self, name: str) -> Iterator[None]:
+        """Raise DamagedObject for errors of one record; errors of the whole folder stay as they are.
 
         Raises:
             DamagedObject: the record is at fault.
@@ -318,11 +316,11 @@ class Folder:
             if error.errno in _DENIED and _mode(f"{self.root}/."):  # the root itself is accessible
                 raise DamagedObject(message, Damage.UNREADABLE) from error
             if (mode := _mode(f"{self.root}/{name}")) and not stat.S_ISREG(mode):
-                raise _foreign(name) from error
+                raise _foreign_object(name) from error
             raise
 
-    def _find(self, path: str, call: Callable[[str], T]) -> T:
-        """Return call(path); on NFS, call again after asking the server if the file seems missing.
+    def _call_past_cache(self, path: str, call: Callable[[str], T]) -> T:
+        """Return call(path); if the file seems missing on NFS, call again with the client's cache renewed.
 
         Raises:
             FileNotFoundError: the file is missing, or was removed meanwhile.
@@ -331,9 +329,9 @@ class Folder:
             try:
                 return call(path)
             except OSError as error:
-                if error.errno not in _GONE:
+                if error.errno not in _MISSING:
                     raise
-            _look_again(os.path.dirname(path))
+            _renew_nfs_cache(os.path.dirname(path))
         try:
             return call(path)
         except OSError as error:
@@ -346,22 +344,22 @@ def file_system(path: str) -> str:
     """Return the type of the file system of `path`, existing or not, as in /proc/mounts; "" if unknown."""
     os.path.exists(path)  # triggers automounts
     path = os.path.realpath(path)
-    found, kind = "", ""
+    longest, kind = "", ""
     try:
         with open("/proc/self/mountinfo") as mounts:
             for mount in mounts:
                 fields = mount.split()
                 point = _ESCAPE.sub(lambda code: chr(int(code[1], 8)), fields[4])
-                inside = point == "/" or path == point or path.startswith(f"{point}/")
-                if inside and len(point) >= len(found):
-                    found, kind = point, fields[fields.index("-") + 1]
+                is_inside = point == "/" or path == point or path.startswith(f"{point}/")
+                if is_inside and len(point) >= len(longest):
+                    longest, kind = point, fields[fields.index("-") + 1]
     except OSError as error:
         log.warning("%s: cannot determine its file system, assuming a local one: %s", path, error)
     return kind
 
 
-def _look_again(folder: str) -> None:
-    """Make the NFS client ask the server for changes of `folder`, dropping cached missing names.
+def _renew_nfs_cache(folder: str) -> None:
+    """Make the NFS client ask the server for changes of `folder`, so that it drops cached missing names.
 
     Opening a folder does that with one request (close-to-open consistency). If the folder itself seems
     missing, that may be cached too, so its parents are opened.
@@ -371,13 +369,13 @@ def _look_again(folder: str) -> None:
             os.close(os.open(folder, os.O_RDONLY | os.O_DIRECTORY))
             return
         except OSError as error:
-            if error.errno not in _GONE or folder == os.path.dirname(folder):
+            if error.errno not in _MISSING or folder == os.path.dirname(folder):
                 return
         folder = os.path.dirname(folder)
 
 
 @contextmanager
-def _naming(name: str) -> Iterator[None]:
+def _add_name(name: str) -> Iterator[None]:
     """Add the file's name to errors of calls on descriptors, which lack it.
 
     Raises:
@@ -394,32 +392,34 @@ def _naming(name: str) -> Iterator[None]:
 
 
 def _folders(folder: str, pattern: re.Pattern[str]) -> Iterator[os.DirEntry[str]]:
-    for entry in _list(folder):
+    """Yield the folders in `folder` whose names match a pattern."""
+    for entry in _entries(folder):
         try:
             if pattern.fullmatch(entry.name) and entry.is_dir():
                 yield entry
         except OSError as error:  # a link to itself
-            _unlisted(error, entry.path)
+            _warn_unlisted(error, entry.path)
 
 
-def _list(folder: str) -> Iterator[os.DirEntry[str]]:
+def _entries(folder: str) -> Iterator[os.DirEntry[str]]:
+    """Yield the entries of a folder; if it cannot be listed, log a warning."""
     try:
         with os.scandir(folder) as entries:
             yield from entries
     except OSError as error:
-        _unlisted(error, folder)
+        _warn_unlisted(error, folder)
 
 
-def _unlisted(error: OSError, folder: str | None = None) -> None:
+def _warn_unlisted(error: OSError, folder: str | None = None) -> None:
     if not isinstance(error, FileNotFoundError):
         log.warning("%s cannot be listed: %s", folder or error.filename, error)
 
 
-def _foreign(name: str) -> DamagedObject:
-    return DamagedObject(f"{name}: something other than a regular file has its name", Damage.FOREIGN)
+def _foreign_object(name: str) -> DamagedObject:
+    return DamagedObject(f"{name}: not a regular file, but something else has its name", Damage.FOREIGN)
 
 
-def _clear_away(path: str) -> None:
+def _remove_folder(path: str) -> None:
     """Remove a folder that has a record's name; rename it if it is not empty, to keep its files."""
     try:
         os.rmdir(path)
@@ -431,16 +431,16 @@ def _clear_away(path: str) -> None:
         log.warning("%s: a folder had a record's name; renamed it to %s", path, aside)
 
 
-def _mode(path: str, look: Callable[[str], os.stat_result] = os.lstat) -> int:
+def _mode(path: str, inspect: Callable[[str], os.stat_result] = os.lstat) -> int:
     """Return the mode (type and permissions) of `path`; 0 if it is missing or cannot be inspected."""
     try:
-        return look(path).st_mode
+        return inspect(path).st_mode
     except OSError:
         return 0
 
 
-def _is_mine(file: int) -> bool:
-    """Lock a new file without waiting; return False if a cleaner has locked or removed it."""
+def _lock_own(file: int) -> bool:
+    """Lock a file that this writer created, without waiting; return False if a cleaner was faster."""
     try:
         _lock(file)
     except BlockingIOError:
@@ -504,6 +504,7 @@ def _remove_if_dead(name: str, folder: int) -> None:
 
 
 def _sync_folder(folder: str) -> None:
+    """Make the names in a folder survive a power failure."""
     file = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
     try:
         os.fsync(file)

@@ -1,4 +1,4 @@
-"""Objects in any file system of fsspec. Each read and write is one call and one copy."""
+"""Objects in any file system of fsspec. Each read or write is one call and one copy."""
 
 from __future__ import annotations
 
@@ -23,10 +23,10 @@ from kvkit.workers import submit, within
 
 FsspecRoot = tuple[Any, str]
 """A file system of fsspec, and a path in it."""
-_LOST = (TimeoutError, ConnectionError, EOFError)
+_CONNECTION_LOST = (TimeoutError, ConnectionError, EOFError)
 """Errors after which a connection cannot be used again."""
-_ABSENT = (404, 410)
-"""HTTP statuses that mean not found."""
+_NOT_FOUND = (404, 410)
+"""HTTP statuses of a missing object."""
 _THREADS = "kvkit-fsspec"
 """Name of the threads that wait for a file system."""
 
@@ -40,7 +40,7 @@ class FsspecStore:
         connect: function that returns the file system and the root in it.
         hide: function that removes secrets from the text of an error.
         timeout_s: longest call to the file system, in seconds.
-        found: result of an earlier `connect`; None if not connected yet.
+        connection: result of an earlier `connect`; None if not connected yet.
     """
 
     def __init__(
@@ -48,20 +48,20 @@ class FsspecStore:
         connect: Callable[[], FsspecRoot],
         hide: Callable[[str], str],
         timeout_s: float,
-        found: FsspecRoot | None = None,
+        connection: FsspecRoot | None = None,
     ) -> None:
-        self._files: Any = _Calls(connect, hide, timeout_s, found)
+        self._files: Any = _Calls(connect, hide, timeout_s, connection)
 
     def size(self, name: str) -> int | None:
         try:
-            with self._blaming(name):
-                found = self._files.info(self._path(name))
+            with self._translate_errors(name):
+                info = self._files.info(self._path(name))
         except FileNotFoundError:
             return None
-        return None if found.get("type") == "directory" else int(found["size"])
+        return None if info.get("type") == "directory" else int(info["size"])
 
     def read(self, name: str, buffer: memoryview) -> int:
-        with self._blaming(name):  # one byte more than fits shows that an object is too large
+        with self._translate_errors(name):  # one byte more than fits shows that an object is too large
             data = self._files.cat_file(self._path(name), start=0, end=len(buffer) + 1)
         if len(data) > len(buffer):
             raise DamagedObject(f"{name}: it does not fit the slot's {len(buffer)} bytes", Damage.OVERSIZE)
@@ -70,7 +70,7 @@ class FsspecStore:
 
     def read_ranges(self, name: str, ranges: Ranges, buffers: Sequence[memoryview]) -> None:
         starts, ends = [offset for offset, _ in ranges], [offset + size for offset, size in ranges]
-        with self._blaming(name):
+        with self._translate_errors(name):
             pieces = self._files.cat_ranges([self._path(name)] * len(ranges), starts, ends, on_error="raise")
         for piece, (offset, size), buffer in zip(pieces, ranges, buffers, strict=True):
             if len(piece) < size:
@@ -98,7 +98,7 @@ class FsspecStore:
         return self._walk("")
 
     def _walk(self, folder: str) -> Iterator[tuple[str, int]]:
-        """Yield the records below a folder, with one `ls` per folder: fsspec's `find` hides errors."""
+        """Yield the records below a folder, with an `ls` of each folder: fsspec's `find` hides errors."""
         try:
             entries = self._files.ls(f"{self._files.root}/{folder}".rstrip("/"), detail=True)
         except FileNotFoundError:
@@ -118,7 +118,7 @@ class FsspecStore:
         return f"{self._files.root}/{name}"
 
     @contextmanager
-    def _blaming(self, name: str) -> Iterator[None]:
+    def _translate_errors(self, name: str) -> Iterator[None]:
         """Turn errors of one object into DamagedObject, as far as fsspec's libraries distinguish them.
 
         Raises:
@@ -131,7 +131,7 @@ class FsspecStore:
         except IsADirectoryError as error:
             raise DamagedObject(f"{name}: {error}", Damage.FOREIGN) from error
         except OSError as error:
-            if error.errno == errno.EINVAL:  # fsspec's form of "416 Range Not Satisfiable"
+            if error.errno == errno.EINVAL:  # fsspec's error for "416 Range Not Satisfiable"
                 raise DamagedObject(f"{name}: it ends before a range does", Damage.TRUNCATED) from error
             if isinstance(error, PermissionError) or error.errno == errno.EIO:
                 raise UnreadableObject(f"{name}: {error}", name) from error
@@ -139,7 +139,7 @@ class FsspecStore:
 
 
 class _Calls:
-    """Calls to an fsspec file system, limited to `timeout_s` and raising only OSErrors without secrets.
+    """Calls to an fsspec file system, limited to `timeout_s`, that raise only OSErrors without secrets.
 
     Many libraries behind fsspec wait for minutes or for ever, so each call runs in a thread of its own. Their
     errors and the causes of these may quote the URL, so each call raises a new error without a cause.
@@ -150,16 +150,16 @@ class _Calls:
         connect: Callable[[], FsspecRoot],
         hide: Callable[[str], str],
         timeout_s: float,
-        found: FsspecRoot | None,
+        connection: FsspecRoot | None,
     ) -> None:
         self._connect = connect
         self._hide = hide
         self._timeout_s = timeout_s
         self._lock = threading.Lock()
-        self._found: Future[FsspecRoot] | None = None
-        if found is not None:
-            self._found = Future()
-            self._found.set_result(found)
+        self._connection: Future[FsspecRoot] | None = None
+        if connection is not None:
+            self._connection = Future()
+            self._connection.set_result(connection)
 
     @property
     def root(self) -> str:
@@ -167,40 +167,40 @@ class _Calls:
         return self._connected()[1].rstrip("/")
 
     def __getattr__(self, method: str) -> Any:
-        return partial(self._call, method, self._timeout_s)
+        return partial(self._call, method)
 
-    def _call(self, method: str, timeout_s: float, *args: Any, **settings: Any) -> Any:
+    def _call(self, method: str, *args: Any, **settings: Any) -> Any:
         files, _ = self._connected()
         try:
-            return within(timeout_s, lambda: getattr(files, method)(*args, **settings), _THREADS)
+            return within(self._timeout_s, lambda: getattr(files, method)(*args, **settings), _THREADS)
         except Exception as error:
-            reported = self._told(method, _plain(error))
-            if isinstance(error, _LOST):
+            reported = self._without_secrets(method, _actual_error(error))
+            if isinstance(error, _CONNECTION_LOST):
                 self._disconnect(files)
         raise reported
 
     def _connected(self) -> FsspecRoot:
         """Return the file system and the root in it; concurrent callers share one attempt to connect."""
-        found = None
+        connection = None
         try:
             with self._lock:
-                found = self._found = self._found or submit(self._connect, _THREADS)
-            return found.result(self._timeout_s)
+                connection = self._connection = self._connection or submit(self._connect, _THREADS)
+            return connection.result(self._timeout_s)
         except Exception as error:
-            reported = self._told("connect", error)
+            reported = self._without_secrets("connect", error)
         with self._lock:
-            if self._found is found:
-                self._found = None
+            if self._connection is connection:
+                self._connection = None
         raise reported
 
     def _disconnect(self, files: Any) -> None:
         """Make the next call connect again, unless another thread has done so."""
         with self._lock:
-            found = self._found
-            if found is not None and found.done() and not found.exception() and found.result()[0] is files:
-                self._found = None
+            ended = self._connection if self._connection and self._connection.done() else None
+            if ended is not None and not ended.exception() and ended.result()[0] is files:
+                self._connection = None
 
-    def _told(self, method: str, error: Exception) -> OSError:
+    def _without_secrets(self, method: str, error: Exception) -> OSError:
         """Return the error to raise for an error of `method`."""
         if isinstance(error, TimeoutError):
             return TimeoutError(f"{method}: no answer within timeout_s={self._timeout_s}")
@@ -212,14 +212,15 @@ class _Calls:
         return reported
 
 
-def _plain(error: Exception) -> Exception:
+def _actual_error(error: Exception) -> Exception:
     """Return the actual error behind a FileNotFoundError: fsspec's http raises that for every error."""
     cause = error.__cause__
     if not isinstance(error, FileNotFoundError) or not isinstance(cause, Exception):
         return error
     status = getattr(cause, "status", None)  # of an HTTP response
     is_http = type(cause).__module__.startswith("aiohttp") or isinstance(cause, OSError)
-    return cause if is_http and status not in _ABSENT and not isinstance(cause, FileNotFoundError) else error
+    is_missing = status in _NOT_FOUND or isinstance(cause, FileNotFoundError)
+    return cause if is_http and not is_missing else error
 
 
 def file_system_at(url: str, options: Mapping[str, Any], timeout_s: float) -> FsspecRoot:
@@ -243,8 +244,8 @@ def make_cache_folders(options: Mapping[str, Any]) -> None:
     Raises:
         OSError: a folder cannot be created.
     """
-    for copies in _cache_folders(options):
-        os.makedirs(copies, mode=0o700, exist_ok=True)
+    for folder in _cache_folders(options):
+        os.makedirs(folder, mode=0o700, exist_ok=True)
 
 
 def _cache_folders(options: Mapping[str, Any]) -> Iterator[str]:

@@ -35,7 +35,6 @@ from kvkit.tiers.base import (
     copy_ranges,
     default_threads,
 )
-from kvkit.tiers.eviction.state import EvictionState
 from kvkit.tiers.folder import Access, Folder
 from kvkit.tiers.quantised import QuantisedStore, dequantise, exact_bytes, quantise
 from kvkit.tiers.settings import TierConfig, tier_at
@@ -46,15 +45,16 @@ from kvkit.workers import Closed
 
 log = logging.getLogger(__name__)
 
-_REQUESTS = 16  # in parallel: they wait for the network, not for a disk
+_PARALLEL_REQUESTS = 16
+"""Default threads per remote store: they wait for the network, not for a disk."""
 
 
 class ObjectTier(ThreadedTier):
     """Records in a folder or an object store, which other processes may use at the same time.
 
-    An index of the records is built by one scan at the start. Each lookup then asks the store for its first
-    unknown name. A store that cannot be listed or written still opens: reads are tried, and puts complete
-    with the error.
+    An index of the records is built by one scan at the start. A lookup then asks the store for names that the
+    index lacks. A tier on a store that cannot be listed or written still opens: reads are tried, and puts
+    complete with the error.
 
     Args:
         config: settings, or the URL alone. With several URLs, each record is striped over all of them
@@ -70,23 +70,22 @@ class ObjectTier(ThreadedTier):
         if isinstance(config, str):
             config = tier_at(config)
         stores = [open_store(name, url, config) for url in config.urls]
-        for opened in stores:
-            if isinstance(opened, Folder):
-                _tidy(name, opened, config.access)
+        for folder in stores:
+            if isinstance(folder, Folder):
+                _clean(name, folder, config.access)
         store: ObjectStore = stores[0] if len(stores) == 1 else StripedStore(stores)
         self._store = store if config.precision is None else QuantisedStore(store, config.precision)
-        local = isinstance(stores[0], Folder)
-        threads = config.threads or (default_threads() if local else _REQUESTS) * len(stores)
-        self._looks = 1 if local else threads
+        is_local = isinstance(stores[0], Folder)
+        threads = config.threads or (default_threads() if is_local else _PARALLEL_REQUESTS) * len(stores)
+        self._parallel_lookups = 1 if is_local else threads
         super().__init__(name, threads)
         self.scope = config.scope
         self.codec, self.precision = config.codec, config.precision
         self.reads_ranges = self.codec == "none" and self.precision is None  # objects equal their slots
-        self._local = threading.local()
-        limits = [capacity for capacity in config.capacities if capacity is not None]
-        capacity = min(limits) * len(stores) if limits else None
-        records = EvictionState(capacity, config.eviction, config.quota)
-        self._index = StoreIndex(name, self._store, records)
+        self._buffers = threading.local()
+        capacities = [capacity for capacity in config.capacities if capacity is not None]
+        capacity = min(capacities) * len(stores) if capacities else None
+        self._index = StoreIndex(name, self._store, capacity, config.eviction, config.quota)
         try:
             self._index.note(self._store.scan())
         except OSError as error:
@@ -104,35 +103,28 @@ class ObjectTier(ThreadedTier):
     def match_prefix(self, names: Sequence[str]) -> int:
         count, batch_size = 0, 1
         while True:
-            count = self._index.extend(names, count)
+            count = self._index.extend_run(names, count)
             # a lookup in a remote store costs a round trip: after the first hit, several run in parallel
             batch = names[count : count + batch_size]
             sizes = self._sizes(batch, first=count == 0)
-            found = next((i for i, size in enumerate(sizes) if size is None), len(sizes))
-            self._index.note((name, size or 0) for name, size in zip(batch[:found], sizes, strict=False))
-            count += found
-            if not batch or found < len(batch):
+            held = next((i for i, size in enumerate(sizes) if size is None), len(sizes))
+            self._index.note((name, size or 0) for name, size in zip(batch[:held], sizes, strict=False))
+            count += held
+            if not batch or held < len(batch):
                 break
-            batch_size = self._looks
+            batch_size = self._parallel_lookups
         return self._index.use_run(names[:count])
 
     def subscribe(self, held_listener: HeldListener) -> bool:
         self._index.subscribe(held_listener)
         if self.scope != "node":
             return False
-        self._index.report()
+        self._index.report_all()
         return True
 
     def _sizes(self, names: Sequence[str], first: bool) -> list[int | None]:
-        """Return the bytes of each object, None if it is missing or damaged, with parallel requests.
-
-        Args:
-            first: True if the names begin a lookup, so that its result depends on them alone.
-
-        Raises:
-            UnreadableObject: with `first`, an object cannot be read.
-        """
-        size_of = partial(self._size_held, first)
+        """Return `_size_or_none` of each object, with parallel requests."""
+        size_of = partial(self._size_or_none, first)
         if len(names) < 2:
             return [size_of(name) for name in names]
         try:
@@ -141,8 +133,11 @@ class ObjectTier(ThreadedTier):
             raise TierError(f"tier {self.name!r} is closed") from error
         return [future.result() for future in futures]
 
-    def _size_held(self, first: bool, name: str) -> int | None:
+    def _size_or_none(self, first: bool, name: str) -> int | None:
         """Return the bytes of an object; None if it is missing, or damaged and so may be replaced.
+
+        Args:
+            first: True if a lookup begins with this name, so that its result depends on the answer alone.
 
         Raises:
             UnreadableObject: with `first`, the object cannot be read.
@@ -156,13 +151,13 @@ class ObjectTier(ThreadedTier):
             return None
 
     def read(self, name: str, buffer: memoryview) -> int:
-        with self._index.forgetting(name):
+        with self._index.forget_if_missing(name):
             return self._store.read(name, buffer)
 
     def get_ranges(self, name: str, ranges: Ranges, buffers: Sequence[memoryview]) -> None:
         if self.reads_ranges and name not in self._index.compressed:
             try:
-                with self._index.forgetting(name):
+                with self._index.forget_if_missing(name):
                     self._store.read_ranges(name, ranges, buffers)
             except DamagedObject as error:
                 if error.damage is not Damage.TRUNCATED or not self._is_stored_compressed(name):
@@ -172,7 +167,7 @@ class ObjectTier(ThreadedTier):
                 if not any(is_compressed(head) for head in heads):
                     return
             self._index.compressed.add(name)  # the tier had a codec when it was written
-        with self._index.forgetting(name):
+        with self._index.forget_if_missing(name):
             size = self._store.size(name)
             if size is None:
                 raise FileNotFoundError(f"tier {self.name!r} does not hold {name}")
@@ -217,16 +212,16 @@ class ObjectTier(ThreadedTier):
         elif not is_compressed(packed):
             restored = dequantise(packed, self.precision, target)
         else:
-            narrowed = self._scratch(len(target), "narrowed")
-            restored = decompress(packed, narrowed)
+            quantised = self._scratch(len(target), "quantised")
+            restored = decompress(packed, quantised)
             if not isinstance(restored, Damage):
-                restored = dequantise(narrowed[:restored], self.precision, target)
+                restored = dequantise(quantised[:restored], self.precision, target)
         if isinstance(restored, Damage):
             raise DamagedObject(f"tier {self.name!r}: {name} is damaged ({restored})", restored)
         return restored
 
     def write(self, name: str, record: memoryview) -> None:
-        size = self._size_held(False, name)
+        size = self._size_or_none(False, name)
         if size is not None:
             self._index.note([(name, size)])
             return
@@ -239,18 +234,18 @@ class ObjectTier(ThreadedTier):
                 deletions.callback(self._delete, name)
 
     def _delete(self, name: str) -> None:
-        with self._index.doubting((name,)) as missing:
+        with self._index.missing_of((name,)) as missing:
             self._store.delete(name)
             self._index.forget(missing)
 
     def _put_one(self, name: str, lease: Lease) -> None:
-        if self.reads_ranges or self._size_held(False, name) is not None:
+        if self.reads_ranges or self._size_or_none(False, name) is not None:
             super()._put_one(name, lease)
             return
         record = lease.buffer[: lease.used]
         if self.precision is not None:
-            narrowed = self._scratch(len(lease.buffer), "narrowed")
-            record = narrowed[: quantise(record, self.precision, narrowed)]
+            quantised = self._scratch(len(lease.buffer), "quantised")
+            record = quantised[: quantise(record, self.precision, quantised)]
         if self.codec != "none":
             packed = self._scratch(len(lease.buffer))
             record = packed[: compress(record, self.codec, packed)]
@@ -269,12 +264,12 @@ class ObjectTier(ThreadedTier):
         lease.used = self._unpack(name, packed, lease.buffer)
 
     def _scratch(self, size: int, purpose: str = "packed") -> memoryview:
-        """Return this thread's buffer for `purpose`, which fits a record of `size` bytes in any form."""
+        """Return this thread's buffer for `purpose`, which fits a record of `size` bytes, packed or not."""
         needed = _packed_bytes(size)
-        buffer: memoryview | None = getattr(self._local, purpose, None)
+        buffer: memoryview | None = getattr(self._buffers, purpose, None)
         if buffer is None or len(buffer) < needed:
             buffer = memoryview(mmap.mmap(-1, needed))  # page-aligned, for O_DIRECT
-            setattr(self._local, purpose, buffer)
+            setattr(self._buffers, purpose, buffer)
         return buffer
 
     def size(self, name: str) -> int | None:
@@ -282,7 +277,7 @@ class ObjectTier(ThreadedTier):
 
     def scan(self) -> Iterator[tuple[str, int]]:
         """Yield (name, bytes) of every record; at the end, forget records that other processes deleted."""
-        with self._index.doubting(self._index.known()) as missing:
+        with self._index.missing_of(self._index.names()) as missing:
             for name, size in self._store.scan():
                 missing.discard(name)
                 yield name, size
@@ -295,18 +290,19 @@ class ObjectTier(ThreadedTier):
         """
         name = f"{array}/{METADATA}"
         try:
-            found = self._metadata(name)
-            if found is not None and found != metadata and (differing := arrays.differences(found, metadata)):
+            stored = self._metadata(name)
+            differs = stored is not None and stored != metadata
+            if differs and (fields := arrays.differences(stored or b"", metadata)):
                 log.warning(
-                    "tier %r: %s differs in %s from what this cache stores there: Zarr readers will "
-                    "misread one or the other",
-                    *(self.name, name, ", ".join(differing)),
+                    "tier %r: %s differs in %s from the metadata of the records that this cache stores: Zarr "
+                    "readers will misread those or the others",
+                    *(self.name, name, ", ".join(fields)),
                 )
         except (DamagedObject, arrays.MetadataError) as error:
             log.warning("tier %r: %s is damaged, replacing it: %s", self.name, name, error)
             self._store.delete(name)
-            found = None
-        if found is None:
+            stored = None
+        if stored is None:
             self._store.write(name, memoryview(metadata))
 
     def _metadata(self, name: str) -> bytes | None:
@@ -329,10 +325,10 @@ def _packed_bytes(size: int) -> int:
     return size + size // 8 + (1 << 20)
 
 
-def _tidy(tier: str, folder: Folder, access: Access) -> None:
+def _clean(tier: str, folder: Folder, access: Access) -> None:
     """Remove files that killed writers left in a folder, and warn if it is open to too many users."""
     folder.clean()
-    too_open = folder.opened_wider()
+    too_open = folder.too_open_namespaces()
     if too_open:
         log.warning(
             "tier %r: %s: %d of its namespaces, such as %s, are open to more users than access=%r permits; "

@@ -82,8 +82,8 @@ class TierConfig(BaseModel):
 
     @model_validator(mode="before")
     @classmethod
-    def _as_its_kind_has_them(cls, values: Any) -> Any:
-        """Add the defaults of the URL's kind; move unknown settings of another package's kind to options."""
+    def _apply_kind(cls, values: Any) -> Any:
+        """Add defaults of the URL's kind of tier; move settings of another package's kind to options."""
         if not isinstance(values, dict):
             return values
         if isinstance(values.get("url"), str):
@@ -96,7 +96,8 @@ class TierConfig(BaseModel):
         return known | {"options": options | unknown if isinstance(options, dict) else options}
 
     @model_validator(mode="after")
-    def _settings_go_together(self) -> TierConfig:
+    def _check_combination(self) -> TierConfig:
+        """Check that the settings apply to the kinds of tier, and to as many URLs."""
         if self.kind is not None:
             check_kind(self.kind)
             return self
@@ -106,7 +107,7 @@ class TierConfig(BaseModel):
         if self.capacity is None and self.kinds[0].sized:
             where = "without a url is kept in memory and" if self.url is None else self.kinds[0].where
             raise ValueError(f"a tier {where} needs a capacity")
-        self._check_places()
+        self._check_locations()
         if any(map(has_password, self.urls)):
             raise ValueError("url: it has a password; want it as a setting of its own, or among the options")
         if "spread" in self.model_fields_set and len(self.urls) < 2:
@@ -116,8 +117,8 @@ class TierConfig(BaseModel):
                 raise ValueError(f"url: a tier {kind.where} has one")
         return self
 
-    def _check_places(self) -> None:
-        """Check that no folder has an empty name (the current folder), and that no two URLs are one place."""
+    def _check_locations(self) -> None:
+        """Check that no folder has an empty name (the current folder), and that no two URLs are the same."""
         urls_by_location: dict[str, str] = {}
         for url in self.urls:
             folder = url.partition("://")[2] if "://" in url else url
@@ -137,12 +138,12 @@ class TierConfig(BaseModel):
                 raise ValueError(f"url: {shown(first)} and {shown(url)} are one place; want different places")
 
     @field_serializer("url", when_used="json")
-    def _shown(self, url: str | tuple[str, ...] | None) -> str | tuple[str, ...] | None:
+    def _url_without_secrets(self, url: str | tuple[str, ...] | None) -> str | tuple[str, ...] | None:
         return shown(url) if isinstance(url, str) else url and tuple(map(shown, url))
 
     def __repr_args__(self) -> Iterable[tuple[str | None, Any]]:
         for name, value in super().__repr_args__():
-            yield name, self._shown(value) if name == "url" else value
+            yield name, self._url_without_secrets(value) if name == "url" else value
 
     @property
     def in_memory(self) -> bool:
@@ -174,13 +175,13 @@ class TierConfig(BaseModel):
             return tuple(int(size) for size in self.capacity)
         return (None if self.capacity is None else int(self.capacity),) * max(1, len(self.urls))
 
-    def path(self, index: int) -> TierConfig:
+    def at_url(self, index: int) -> TierConfig:
         """Return the settings of the tier at one of several URLs."""
         capacity = self.capacities[index]
         size = None if capacity is None else ByteSize(capacity)
         return self.model_copy(update={"url": self.urls[index], "capacity": size})
 
-    def all_set(self) -> dict[str, Any]:
+    def given_settings(self) -> dict[str, Any]:
         """Return the settings that are set, with secrets in plain text, for another package's factory."""
         settings = self.model_dump(exclude_unset=True, exclude={"kind", "password", "options"})
         if self.password is not None:
@@ -213,29 +214,27 @@ def open_tier(name: str, config: TierConfig, staging: Staging, rank: int = 0) ->
         ValueError: a setting is invalid, or a package is missing.
         OSError: the tier cannot be opened.
     """
-    tier = _open_any(name, config, staging, rank)
+    count = len(config.urls)
+    if config.kind is not None:
+        tier = open_plugin(config.kind, name, staging, config.given_settings())
+    elif count < 2 or config.spread == "stripe":
+        tier = _open_one(name, config, staging)
+    elif config.spread == "by_rank":
+        tier = _open_one(name, config.at_url(rank % count), staging)
+    else:
+        with ExitStack() as opened:
+            paths: list[Tier] = []
+            for i in range(count):
+                paths.append(_open_one(f"{name}[{i}]", config.at_url(i), staging))
+                opened.callback(paths[-1].close)
+            opened.pop_all()
+        tier = SpreadTier(name, paths)
     tier.shared_by_ranks = config.shared_by_ranks
     return tier
 
 
-def _open_any(name: str, config: TierConfig, staging: Staging, rank: int) -> Tier:
-    if config.kind is not None:
-        return open_plugin(config.kind, name, staging, config.all_set())
-    count = len(config.urls)
-    if count < 2 or config.spread == "stripe":
-        return _open(name, config, staging)
-    if config.spread == "by_rank":
-        return _open(name, config.path(rank % count), staging)
-    with ExitStack() as opened:
-        paths: list[Tier] = []
-        for i in range(count):
-            paths.append(_open(f"{name}[{i}]", config.path(i), staging))
-            opened.callback(paths[-1].close)
-        opened.pop_all()
-        return SpreadTier(name, paths)
-
-
-def _open(name: str, config: TierConfig, staging: Staging) -> Tier:
+def _open_one(name: str, config: TierConfig, staging: Staging) -> Tier:
+    """Open a tier of the kind of its first URL. Raises as `open_tier` does."""
     kind = config.kinds[0]
     try:
         tier: Tier = resolve_name(kind.opens).open(name, config, staging)

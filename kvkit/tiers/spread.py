@@ -1,6 +1,6 @@
 """Several disks as one tier, with records spread over them by key.
 
-If a path fails, its records are misses; the other paths stay in use, and the failed one is tried again later.
+If a disk ("path") fails, its records are misses; the others stay in use, and it is tried again later.
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ class SpreadTier(Tier):
 
     def match_prefix(self, names: Sequence[str]) -> int:
         run = len(names)
-        for path, indices in self._shares(names).items():
+        for path, indices in self._indices_by_path(names).items():
             count = self._try(path, methodcaller("match_prefix", [names[i] for i in indices]), 0)
             if count < len(indices):
                 run = min(run, indices[count])
@@ -82,7 +82,7 @@ class SpreadTier(Tier):
 
     def delete(self, names: Sequence[str]) -> None:
         with ExitStack() as deletions:  # an error does not stop the other deletions
-            for path, indices in self._shares(names).items():
+            for path, indices in self._indices_by_path(names).items():
                 deletions.callback(self._paths[path].delete, [names[i] for i in indices])
 
     def size(self, name: str) -> int | None:
@@ -94,22 +94,24 @@ class SpreadTier(Tier):
     def get_ranges(self, name: str, ranges: Ranges, buffers: Sequence[memoryview]) -> None:
         path = path_of(name, len(self._paths))
         if not self._health[path].usable(time.monotonic()):
-            raise self._passed_over(name, path, reading=True)
+            raise self._error_of_skipped(name, path, reading=True)
         try:
             self._paths[path].get_ranges(name, ranges, buffers)
         except OSError as error:
-            blamed = self._blamed(name, path, error)
-            if blamed is error:
+            reported = self._reported_error(name, path, error)
+            if reported is error:
                 raise
-            raise blamed from error
-        self._note(path, None)
+            raise reported from error
+        self._record_result(path, None)
 
     def pin(self, names: Sequence[str], seconds: float) -> int:
-        shares = self._shares(names)
-        return sum(self._paths[path].pin([names[i] for i in own], seconds) for path, own in shares.items())
+        held = 0
+        for path, indices in self._indices_by_path(names).items():
+            held += self._paths[path].pin([names[i] for i in indices], seconds)
+        return held
 
     def prioritise(self, names: Sequence[str], priority: int) -> None:
-        for path, indices in self._shares(names).items():
+        for path, indices in self._indices_by_path(names).items():
             self._paths[path].prioritise([names[i] for i in indices], priority)
 
     def waiting(self) -> int:
@@ -124,23 +126,24 @@ class SpreadTier(Tier):
             for path in self._paths:
                 closings.callback(path.close)
 
-    def _shares(self, names: Sequence[str]) -> dict[int, list[int]]:
+    def _indices_by_path(self, names: Sequence[str]) -> dict[int, list[int]]:
         """Return, for each path, the indices of those of `names` that are on it."""
-        shares: dict[int, list[int]] = {}
+        indices_by_path: dict[int, list[int]] = {}
         for i, name in enumerate(names):
-            shares.setdefault(path_of(name, len(self._paths)), []).append(i)
-        return shares
+            indices_by_path.setdefault(path_of(name, len(self._paths)), []).append(i)
+        return indices_by_path
 
     def _move(
         self, names: Sequence[str], leases: Sequence[Lease], on_complete: OnComplete, reading: bool
     ) -> None:
+        """Start reading or writing each record on its path."""
         if len(names) != len(leases):
             raise ValueError(f"tier {self.name!r}: {len(names)} names, {len(leases)} leases")
-        for path, indices in self._shares(names).items():
+        for path, indices in self._indices_by_path(names).items():
             tier, health = self._paths[path], self._health[path]
             if not health.usable(time.monotonic()):
                 for name in (names[i] for i in indices):
-                    on_complete(name, self._passed_over(name, path, reading))
+                    on_complete(name, self._error_of_skipped(name, path, reading))
                 continue
             move = tier.get if reading else tier.put
             report = partial(self._report, path, on_complete, reading)
@@ -153,23 +156,23 @@ class SpreadTier(Tier):
         if not reading:
             self._health[path].answered(time.monotonic())
         elif error is None:
-            self._note(path, None)
+            self._record_result(path, None)
         else:
-            error = self._blamed(name, path, error)
+            error = self._reported_error(name, path, error)
         on_complete(name, error)
 
-    def _blamed(self, name: str, path: int, error: BaseException) -> BaseException:
-        """Return the error to report for a failed read: a path's failure becomes a miss of the record."""
+    def _reported_error(self, name: str, path: int, error: BaseException) -> BaseException:
+        """Return the error to report for a failed read: the failure of a path is a miss of the record."""
         was_open = self._health[path].state(time.monotonic()) == "open"
-        self._note(path, error)
+        self._record_result(path, error)
         if isinstance(error, UnreadableObject):
             # its evidence against the path is recorded already
-            return self._missing(name, path, error) if was_open else DamagedObject(str(error), error.damage)
+            return self._miss(name, path, error) if was_open else DamagedObject(str(error), error.damage)
         if isinstance(error, FileNotFoundError | DamagedObject):
             return error
-        return self._missing(name, path, error)
+        return self._miss(name, path, error)
 
-    def _note(self, path: int, error: BaseException | None) -> None:
+    def _record_result(self, path: int, error: BaseException | None) -> None:
         """Record the result of a read, or the error of another call, in the health of its path."""
         now = time.monotonic()
         if error is None:
@@ -181,13 +184,15 @@ class SpreadTier(Tier):
         else:
             self._health[path].failed(now, isinstance(error, TimeoutError))
 
-    def _passed_over(self, name: str, path: int, reading: bool) -> OSError:
+    def _error_of_skipped(self, name: str, path: int, reading: bool) -> OSError:
+        """Return the error of a record whose path is not used, because its circuit is open."""
         reason = "it failed a moment ago"
         if reading:
-            return self._missing(name, path, reason)
+            return self._miss(name, path, reason)
         return TierError(f"tier {self.name!r}: path {path} does not take {name}: {reason}")
 
-    def _missing(self, name: str, path: int, reason: object) -> FileNotFoundError:
+    def _miss(self, name: str, path: int, reason: object) -> FileNotFoundError:
+        """Return, and log, the error of a record that its path does not deliver."""
         log.warning("tier %r: path %d does not deliver %s: %s", self.name, path, name, reason)
         return FileNotFoundError(f"tier {self.name!r}: path {path} does not deliver {name}: {reason}")
 
@@ -200,7 +205,7 @@ class SpreadTier(Tier):
             result = call(self._paths[path])
         except OSError as error:
             log.warning("tier %r: path %d: %s", self.name, path, error)
-            self._note(path, error)
+            self._record_result(path, error)
             return default
         health.answered(time.monotonic())
         return result

@@ -1,4 +1,4 @@
-"""Opening the store at a URL: a folder, a bucket, or any other store of fsspec."""
+"""Opens the store at a URL: a folder, a bucket, or any other store of fsspec."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def open_store(tier: str, url: str, config: TierConfig) -> ObjectStore:
         connection = None
         try:
             make_cache_folders(options)
-            connection = _reached(connect, config.timeout_s)
+            connection = _connect_or_none(connect, config.timeout_s)
         except Exception as error:  # each protocol has its own
             raise ValueError(
                 f"url={shown(url)!r}: {hide(str(error), url, options=options)}; want a folder, or "
@@ -53,7 +53,7 @@ def open_store(tier: str, url: str, config: TierConfig) -> ObjectStore:
         raise ValueError(f"tier {tier!r}: {error}") from None
 
 
-def _reached(connect: Callable[[], FsspecRoot], timeout_s: float) -> FsspecRoot | None:
+def _connect_or_none(connect: Callable[[], FsspecRoot], timeout_s: float) -> FsspecRoot | None:
     """Return the result of `connect`; None if the server cannot be reached at present."""
     try:
         return within(timeout_s, connect, "kvkit-connect")

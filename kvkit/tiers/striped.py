@@ -12,9 +12,9 @@ from kvkit.tiers.base import DamagedObject, ObjectStore, Ranges, too_large
 class StripedStore:
     """A store for `ObjectTier` that cuts objects into equal parts of whole pages, one per store.
 
-    Thread-safe. The first part is written last: an object exists if its first part does. An unreadable part
-    makes the object a miss, a missing one makes it damaged. One thread moves the parts of an object one after
-    another, so a tier needs threads for every store. Zarr readers see parts, not records.
+    Thread-safe. The first part is written last: an object exists if its first part does. An object with an
+    unreadable part is a miss, and one that lacks a part is damaged. One thread moves the parts of an object
+    one after another, so a tier needs threads for every store. Zarr readers see parts, not records.
     """
 
     def __init__(self, stores: Sequence[ObjectStore]) -> None:
@@ -28,18 +28,18 @@ class StripedStore:
         total = self._total(name)
         if total > len(buffer):
             raise too_large(name, total, len(buffer))
-        bounds = parts(total, len(self._stores))
-        with self._blaming(name):
+        part_ranges = parts(total, len(self._stores))
+        with self._translate_missing_part(name):
             return sum(
                 store.read(name, buffer[start:stop])
-                for store, (start, stop) in zip(self._stores, bounds, strict=True)
+                for store, (start, stop) in zip(self._stores, part_ranges, strict=True)
             )
 
     def read_ranges(self, name: str, ranges: Ranges, buffers: Sequence[memoryview]) -> None:
-        bounds = parts(self._total(name), len(self._stores))
-        if any(offset + size > bounds[-1][1] for offset, size in ranges):
-            raise DamagedObject(f"{name} ends at {bounds[-1][1]}, before {ranges}", Damage.TRUNCATED)
-        for store, (start, stop) in zip(self._stores, bounds, strict=True):
+        part_ranges = parts(self._total(name), len(self._stores))
+        if any(offset + size > part_ranges[-1][1] for offset, size in ranges):
+            raise DamagedObject(f"{name} ends at {part_ranges[-1][1]}, before {ranges}", Damage.TRUNCATED)
+        for store, (start, stop) in zip(self._stores, part_ranges, strict=True):
             store_ranges: list[tuple[int, int]] = []
             targets: list[memoryview] = []
             for (offset, size), buffer in zip(ranges, buffers, strict=True):
@@ -48,7 +48,7 @@ class StripedStore:
                     store_ranges.append((low - start, high - low))
                     targets.append(buffer[low - offset : high - offset])
             if store_ranges:
-                with self._blaming(name):
+                with self._translate_missing_part(name):
                     store.read_ranges(name, store_ranges, targets)
 
     def write(self, name: str, data: memoryview) -> None:
@@ -73,8 +73,8 @@ class StripedStore:
             yield name, size + sum(sizes.get(name, 0) for sizes in other_sizes)
 
     @contextmanager
-    def _blaming(self, name: str) -> Iterator[None]:
-        """Raise DamagedObject for an object that lacks a part: reported as missing, it would stay for ever.
+    def _translate_missing_part(self, name: str) -> Iterator[None]:
+        """Raise DamagedObject for an object that lacks a part: if reported as missing, it would never go.
 
         Raises:
             DamagedObject: the object lacks a part.
@@ -88,6 +88,11 @@ class StripedStore:
             raise DamagedObject(f"{name}: a part of it is missing", Damage.TRUNCATED) from error
 
     def _total(self, name: str) -> int:
+        """Return the bytes of all parts of an object.
+
+        Raises:
+            FileNotFoundError: the object is missing.
+        """
         total = self.size(name)
         if total is None:
             raise FileNotFoundError(f"{name} is missing")
@@ -95,6 +100,6 @@ class StripedStore:
 
 
 def parts(size: int, count: int) -> list[tuple[int, int]]:
-    """Return (start, end) of each part of an object: equal parts of whole pages, except the last ones."""
+    """Return (start, end) of each of `count` parts of an object: equal whole pages, except the last parts."""
     step = -(-size // (count * ALIGN)) * ALIGN
     return [(min(i * step, size), min((i + 1) * step, size)) for i in range(count)]

@@ -97,7 +97,7 @@ def hold(root: str, array: str, stream: TextIO) -> int:
     """In a process of its own, start a record and hold it half written; say the process."""
     child = os.fork()
     if child == 0:
-        file, _ = folder(root)._create(f"{MOUNT}/{root}/{array}")
+        file, _ = folder(root)._create_temporary(f"{MOUNT}/{root}/{array}")
         os.write(file, b"half a record")
         os.fsync(file)
         say(stream, os.getpid())

@@ -5,7 +5,8 @@ from __future__ import annotations
 import inspect
 import logging
 import operator
-from typing import Annotated
+from collections.abc import Callable
+from typing import Annotated, Any, TypeVar
 
 from pydantic import AfterValidator
 
@@ -14,29 +15,29 @@ from kvkit.tiers.eviction.policies import MAIN, POLICIES, SMALL, Entry, Eviction
 
 CHOICES = f"{', '.join(POLICIES)} or package.module:Class"
 log = logging.getLogger(__name__)
+T = TypeVar("T")
 
 
 def policy_named(name: str) -> EvictionPolicy:
     """Make the policy called `name`; one of another package is imported and wrapped in `GuardedPolicy`.
 
     Raises:
-        ValueError: there is no such policy, or the name is that of something else. The message gives the
-            reason.
+        ValueError: `name` does not name a policy. The message gives the reason.
     """
     if name in POLICIES:
         return POLICIES[name]()
     if ":" not in name:
         raise ValueError(f"want one of {CHOICES}")
     try:
-        found = imported(name)
+        policy = imported(name)
     except Exception as error:  # another package's code
         raise ValueError(f"{type(error).__name__}: {error}; want one of {CHOICES}") from error
-    if not isinstance(found, type) or not issubclass(found, EvictionPolicy):
-        raise ValueError(f"is {found!r}, want a subclass of {EvictionPolicy.__module__}.EvictionPolicy")
-    if inspect.isabstract(found):
-        raise ValueError(f"lacks {', '.join(sorted(found.__abstractmethods__))}")
+    if not isinstance(policy, type) or not issubclass(policy, EvictionPolicy):
+        raise ValueError(f"is {policy!r}, want a subclass of {EvictionPolicy.__module__}.EvictionPolicy")
+    if inspect.isabstract(policy):
+        raise ValueError(f"lacks {', '.join(sorted(policy.__abstractmethods__))}")
     try:
-        return GuardedPolicy(name, found())
+        return GuardedPolicy(name, policy())
     except Exception as error:
         raise ValueError(f"cannot be made without arguments: {type(error).__name__}: {error}") from error
 
@@ -58,7 +59,7 @@ PolicyName = Annotated[str, AfterValidator(check_policy)]
 class GuardedPolicy(EvictionPolicy):
     """A policy of another package, replaced by LRU once one of its methods fails.
 
-    A cache keeps working with LRU. The failure is logged once; the simulator raises it.
+    The failure is logged once, and the cache keeps working; the simulator raises an error instead.
     """
 
     def __init__(self, name: str, policy: EvictionPolicy) -> None:
@@ -68,47 +69,35 @@ class GuardedPolicy(EvictionPolicy):
         self.promotes = bool(policy.promotes)
 
     def rank(self, entry: Entry) -> int:
-        if not self.failure:
-            try:
-                return operator.index(self._policy.rank(entry))
-            except Exception as error:
-                self._fail("rank", error)
-        return entry.last
+        return self._call("rank", operator.index, entry.last, entry)
 
     def queue_of(self, name: str, size: int, room: int) -> int:
-        if not self.failure:
-            try:
-                queue = self._policy.queue_of(name, size, room)
-                if queue not in (SMALL, MAIN):
-                    raise ValueError(f"returned {queue!r}, want SMALL or MAIN")
-                return queue
-            except Exception as error:
-                self._fail("queue_of", error)
-        return SMALL
+        return self._call("queue_of", _checked_queue, SMALL, name, size, room)
 
     def is_long(self, held: int, limit: int, room: int) -> bool:
-        if not self.failure:
-            try:
-                return bool(self._policy.is_long(held, limit, room))
-            except Exception as error:
-                self._fail("is_long", error)
-        return True
+        return self._call("is_long", bool, True, held, limit, room)
 
     def spares(self, entry: Entry) -> bool:
-        if not self.failure:
-            try:
-                return bool(self._policy.spares(entry))
-            except Exception as error:
-                self._fail("spares", error)
-        return False
+        return self._call("spares", bool, False, entry)
 
     def evicted(self, name: str, entry: Entry, room: int) -> None:
+        self._call("evicted", lambda result: None, None, name, entry, room)
+
+    def _call(self, method: str, convert: Callable[[Any], T], default: T, *arguments: object) -> T:
+        """Return the converted result of a method of the policy; LRU's `default` once a method has failed."""
         if not self.failure:
             try:
-                self._policy.evicted(name, entry, room)
-            except Exception as error:
-                self._fail("evicted", error)
+                return convert(getattr(self._policy, method)(*arguments))
+            except Exception as error:  # another package's code
+                self.failure = f"{self._name}: {method}: {type(error).__name__}: {error}"
+                log.error(
+                    "eviction policy %s; from now on the least recently used record is evicted first",
+                    self.failure,
+                )
+        return default
 
-    def _fail(self, method: str, error: Exception) -> None:
-        self.failure = f"{self._name}: {method}: {type(error).__name__}: {error}"
-        log.error("eviction policy %s; the least recently used record goes first from now on", self.failure)
+
+def _checked_queue(queue: Any) -> int:
+    if queue not in (SMALL, MAIN):
+        raise ValueError(f"returned {queue!r}, want SMALL or MAIN")
+    return int(queue)
