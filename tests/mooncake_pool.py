@@ -313,7 +313,7 @@ def test_who_gave_the_memory_is_gone(
         giver.kill()
     else:
         halt(giver)
-        monkeypatch.setattr(mooncake, "_GIVES_UP_S", TIMEOUT_S)
+        monkeypatch.setattr(mooncake, "_TRANSFER_TIMEOUT_S", TIMEOUT_S)
     assert tier.match_prefix(names) == 2
     client = tier._store
     for error in get(tier, staging, names[:2]):

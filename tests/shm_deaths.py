@@ -224,7 +224,7 @@ def outlived(path: str, rounds: int) -> int:
         pool = open_pool(path)
         write(pool, CHAIN[0])
         leases = [pool.lend(CHAIN[0]), pool.take(CHAIN[1], 1, None)]
-        pool._file.wait(60)
+        pool._file.lock_mutex(60)
         left = fork(signal.pause)
         os.write(writes, left.to_bytes(4, "little"))
         signal.pause()

@@ -300,8 +300,8 @@ def test_one_that_is_stopped_with_the_mutex_holds_nobody_up_for_long(
     with closing(shm(url, staging)) as tier:
         put(tier, staging, names[:1])
         stopped = PoolFile(pool_path(url), SLOT_BYTES, RECORDS * SLOT_BYTES)
-        stopped.wait(DEADLINE_S)
-        monkeypatch.setattr("kvkit.tiers.shm.pool._WAIT_S", 0.05)
+        stopped.lock_mutex(DEADLINE_S)
+        monkeypatch.setattr("kvkit.tiers.shm.pool._MUTEX_TIMEOUT_S", 0.05)
         first, *others = put(tier, staging, names[1:])
         assert "another process has had it locked" in str(first)
         assert all(error is first for error in others), "each waited for itself"

@@ -130,7 +130,7 @@ def check_tiers(config: Config) -> Iterator[Finding]:
     for name, tier in config.tiers.items():
         stored = name in policy.store_to or name in policy.write_back_to
         several = tier.kind is None and len(tier.urls) > 1 and tier.spread != "stripe"
-        for i, path in enumerate(map(tier.path, range(len(tier.urls))) if several else [tier]):
+        for i, path in enumerate(map(tier.at_url, range(len(tier.urls))) if several else [tier]):
             yield _check_tier(f"{name}[{i}]" if several else name, path, stored, config.timeout_s)
 
 

@@ -1,8 +1,8 @@
 """Records in a Mooncake Store: memory pooled by machines, reached over TCP or RDMA without a copy.
 
-A master tracks where records are and decides what is evicted; every client may contribute memory to the pool.
-A lookup asks the master, in one round trip per `_NAMES` records. A machine that dies takes its records with
-it: until the master notices (`client_ttl`, 10 s), it still reports them as held, and reading them fails.
+A master tracks which machine has a record and evicts records; every client may contribute memory to the pool.
+A lookup asks the master, in one round trip per 512 records. If a machine dies, its records are lost, but the
+master reports them as held until it notices (`client_ttl`, 10 s), and reading them fails.
 """
 
 from __future__ import annotations
@@ -51,12 +51,12 @@ PREFIX = "kvkit:"
 THREADS = 4
 
 _PORT = 50051
-_NAMES = 512
+_NAMES_PER_REQUEST = 512
 _BATCH = 8  # records per transfer: enough to hide the master's latency, few enough to report early
 _MIN_SEGMENT = 16 << 20  # Mooncake's minimum
 
 # return codes of a client; others are errors of the transfer (-800) or of the master (-900 and below)
-_FULL, _WRONG = -200, -600
+_POOL_FULL, _WRONG_SIZE = -200, -600
 _EXISTS = -705
 _MISSING = (-703, -704, -710, -712)  # missing, incomplete, or on a machine that is gone
 _REASONS = {
@@ -66,8 +66,8 @@ _REASONS = {
     -901: "the master does not answer",
 }
 
-_GIVES_UP_S = 60.0
-"""Time in seconds after which Mooncake returns from a transfer, which may still be in flight."""
+_TRANSFER_TIMEOUT_S = 60.0
+"""Time in seconds after which Mooncake returns from a transfer, although it may still be in flight."""
 
 
 class MooncakeOptions(BaseModel):
@@ -87,7 +87,7 @@ class MooncakeOptions(BaseModel):
 
     @field_validator("global_segment_size")
     @classmethod
-    def _what_mooncake_takes(cls, size: ByteSize) -> ByteSize:
+    def _check_segment_size(cls, size: ByteSize) -> ByteSize:
         if 0 < size < _MIN_SEGMENT:
             raise ValueError(f"{int(size)} bytes: want 0 or at least {_MIN_SEGMENT} bytes")
         return size
@@ -124,7 +124,7 @@ class MooncakeTier(Tier):
         self._master = _parse(name, config.urls[0])
         self._options = _options(name, config.plain_options())
         self._timeout_s = config.timeout_s
-        _bound_waits(config.timeout_s)
+        _set_timeouts(config.timeout_s)
         try:
             from mooncake.store import MooncakeDistributedStore
         except ModuleNotFoundError:
@@ -136,27 +136,28 @@ class MooncakeTier(Tier):
         self.scope = config.scope
         self.reads_at_once = threads * _BATCH
         self._new_store: Callable[[], Any] = MooncakeDistributedStore
-        self._registers = self._options.protocol == "rdma"
+        self._uses_rdma = self._options.protocol == "rdma"
         self._staging = staging  # must outlive the client
         self._arena = (staging.arrays[0].ctypes.data, staging.slot_bytes * staging.slots)
         self._changed = threading.Condition()
         self._store: Any = None
         self._calls = 0
-        self._leaving = 0
+        self._disconnecting = 0
         self._closed = False
         self._workers = Workers(threads, f"kvkit-{name}")
-        if self._options.global_segment_size:  # others need its memory; a mere client connects on first use
-            self._workers.start(self._join)
+        if self._options.global_segment_size:  # a process that contributes no memory connects on first use
+            self._workers.start(self._connect_early)
 
     @classmethod
     def open(cls, name: str, config: TierConfig, staging: Staging) -> MooncakeTier:
         return cls(config, staging, name)
 
     def match_prefix(self, names: Sequence[str]) -> int:
-        for first in range(0, len(names), _NAMES):
+        for first in range(0, len(names), _NAMES_PER_REQUEST):
+            keys = [_key(name) for name in names[first : first + _NAMES_PER_REQUEST]]
             with self._client() as store:
-                found = store.batch_is_exist([_key(name) for name in names[first : first + _NAMES]])
-            for i, code in enumerate(found):
+                codes = store.batch_is_exist(keys)
+            for i, code in enumerate(codes):
                 if code < 0:
                     raise self._error(f"{len(names)} records cannot be looked up", code)
                 if code == 0:
@@ -180,16 +181,17 @@ class MooncakeTier(Tier):
                 [address], [[key]], [[starts]], [[[offset for offset, _ in ranges]]], [[sizes]]
             )
         for code, (offset, size), start, buffer in zip(codes, ranges, starts, buffers, strict=True):
-            if code == _WRONG:
+            if code == _WRONG_SIZE:
                 raise DamagedObject(f"{name}: it ends before offset {offset + size}", Damage.TRUNCATED)
             if code < 0:
                 raise self._read_error(name, code)
             buffer[:size] = payload.data[start : start + size]
 
     def delete(self, names: Sequence[str]) -> None:
-        for first in range(0, len(names), _NAMES):
-            batch = names[first : first + _NAMES]
-            with self._client() as store:  # by force: records that were read recently have a lease
+        for first in range(0, len(names), _NAMES_PER_REQUEST):
+            batch = names[first : first + _NAMES_PER_REQUEST]
+            with self._client() as store:
+                # True, by force: else the lease of a recent read would keep a record
                 codes = store.batch_remove([_key(name) for name in batch], True)
             for name, code in zip(batch, codes, strict=True):
                 if code < 0 and code not in _MISSING:
@@ -227,16 +229,16 @@ class MooncakeTier(Tier):
         self._workers.close()
         with self._changed:
             self._closed = True
-            self._leave()
+            self._disconnect()
 
     def _read(self, names: Sequence[str], leases: Sequence[Lease]) -> list[OSError | None]:
         keys, slots = [_key(name) for name in names], [lease.array for lease in leases]
         began = time.monotonic()
-        with self._client() as store, self._registered(store, slots if self._registers else ()):
+        with self._client() as store, self._registered(store, slots if self._uses_rdma else ()):
             counts = store.batch_get_into(keys, [slot.ctypes.data for slot in slots], [len(s) for s in slots])
-        if min(counts) < 0 and time.monotonic() - began >= _GIVES_UP_S:
+        if min(counts) < 0 and time.monotonic() - began >= _TRANSFER_TIMEOUT_S:
             with self._changed:
-                self._leave()  # closing the client ends transfers that still write to these slots
+                self._disconnect()  # closing the client ends transfers that still write to these slots
         errors: list[OSError | None] = []
         for name, lease, count in zip(names, leases, counts, strict=True):
             if count < 0:
@@ -248,7 +250,7 @@ class MooncakeTier(Tier):
 
     def _write(self, names: Sequence[str], leases: Sequence[Lease]) -> list[OSError | None]:
         keys, slots = [_key(name) for name in names], [lease.array for lease in leases]
-        with self._client() as store, self._registered(store, slots if self._registers else ()):
+        with self._client() as store, self._registered(store, slots if self._uses_rdma else ()):
             codes = store.batch_put_from(
                 keys, [s.ctypes.data for s in slots], [lease.used for lease in leases]
             )
@@ -259,12 +261,12 @@ class MooncakeTier(Tier):
 
     @contextmanager
     def _client(self) -> Iterator[Any]:
-        """Yield the client for one call, kept open meanwhile: using a closed one would crash the process."""
+        """Yield the client and keep it open during the block: using a closed one would crash the process."""
         with self._changed:
-            if self._closed or self._leaving:
+            if self._closed or self._disconnecting:
                 raise TierError(f"tier {self.name!r} is closed")
             if self._store is None:
-                self._store = self._connected()
+                self._store = self._connect()
             store = self._store
             self._calls += 1
         try:
@@ -274,7 +276,7 @@ class MooncakeTier(Tier):
                 self._calls -= 1
                 self._changed.notify_all()
 
-    def _connected(self) -> Any:
+    def _connect(self) -> Any:
         """Return a new client, connected to the master; for RDMA, with the arena registered.
 
         Raises:
@@ -299,36 +301,37 @@ class MooncakeTier(Tier):
         }
         store = self._new_store()
         code = store.setup(settings)
-        if code == 0 and self._registers:
+        if code == 0 and self._uses_rdma:
             code = store.register_buffer(*self._arena)
         if code != 0:
             store.close()
             raise self._error("the client cannot be set up", code)
         return store
 
-    def _join(self) -> None:
+    def _connect_early(self) -> None:
+        """Connect before the first use, so that the pool gets this process's memory."""
         try:
             with self._client():
                 pass
         except TierError as error:
             log.warning("%s", error)
 
-    def _leave(self) -> None:
+    def _disconnect(self) -> None:
         """Close the client once no call uses it; a later call opens another. The caller holds the lock."""
-        self._leaving += 1
+        self._disconnecting += 1
         self._changed.wait_for(lambda: not self._calls)
         if self._store is not None:
-            if self._registers:
+            if self._uses_rdma:
                 self._store.unregister_buffer(self._arena[0])
             self._store.close()
             self._store = None
-        self._leaving -= 1
+        self._disconnecting -= 1
 
     @contextmanager
     def _registered(self, store: Any, arrays: Sequence[npt.NDArray[np.uint8]]) -> Iterator[None]:
         """Register memory for one call, except memory in the arena if that is registered."""
         start, size = self._arena
-        arena = range(start, start + size) if self._registers else range(0)
+        arena = range(start, start + size) if self._uses_rdma else range(0)
         outside = [array for array in arrays if array.ctypes.data not in arena]
         registered = []
         try:
@@ -345,12 +348,12 @@ class MooncakeTier(Tier):
     def _read_error(self, name: str, code: int, slot_bytes: int | None = None) -> OSError:
         if code in _MISSING:
             return FileNotFoundError(f"tier {self.name!r} does not hold {name}")
-        if code == _WRONG and slot_bytes is not None:
+        if code == _WRONG_SIZE and slot_bytes is not None:
             return DamagedObject(f"{name}: it does not fit the slot's {slot_bytes} bytes", Damage.OVERSIZE)
         return self._error(f"{name} cannot be read", code)
 
     def _write_error(self, name: str, code: int) -> TierError:
-        if code == _FULL:
+        if code == _POOL_FULL:
             return TierFull(f"tier {self.name!r}: {name} cannot be written: the pool has no room")
         return self._error(f"{name} cannot be written", code)
 
@@ -394,12 +397,12 @@ def _options(tier: str, options: dict[str, Any]) -> MooncakeOptions:
         raise ValueError(explain(error, MooncakeOptions, f"tier {tier!r}: options.")) from None
 
 
-def _bound_waits(timeout_s: float) -> None:
+def _set_timeouts(timeout_s: float) -> None:
     """Set Mooncake's timeouts in the environment, unless they are set there.
 
-    Transfers must end well before `_GIVES_UP_S`: then calls return although a transfer may go on.
+    Transfers must end well before `_TRANSFER_TIMEOUT_S`: then calls return although a transfer may go on.
     """
-    limit_s = min(timeout_s, _GIVES_UP_S / 2)
+    limit_s = min(timeout_s, _TRANSFER_TIMEOUT_S / 2)
     for name in ("MC_RPC_TIMEOUT_MS", "MC_RPC_CONNECT_TIMEOUT_MS"):
         os.environ.setdefault(name, str(math.ceil(1000 * limit_s)))
     for name in ("MC_TCP_STATUS_TIMEOUT_SEC", "MC_TCP_PROGRESS_TIMEOUT_SEC"):

@@ -1,7 +1,7 @@
-"""Records in a Redis or Valkey server: a tier for an index and small records, shared by hosts.
+"""Records in a Redis or Valkey server, which hosts can share: a tier for small records.
 
 The server's own `maxmemory` and `maxmemory-policy` control eviction. A lookup asks the server, in one round
-trip per `_BATCH` records.
+trip per 512 records.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ PREFIX = "kvkit:"
 
 The tier needs these ACL permissions: ~kvkit:* +get +set +exists +strlen +getrange +unlink +scan +select."""
 
-_BATCH = 512
+_NAMES_PER_REQUEST = 512
 _LINE_BYTES = 1 << 16
 _COPIED_BYTES = 1 << 12  # up to this size, parts of commands are copied into one buffer
 _AHEAD_BYTES = 64  # small, as bytes read ahead of a payload must be copied
@@ -75,7 +75,7 @@ class RedisTier(ThreadedTier):
         super().__init__(name, config.threads or default_threads())
         self.scope = config.scope
         self._timeout_s = config.timeout_s
-        self._where = f"{address['host']}:{address['port']}"
+        self._address = f"{address['host']}:{address['port']}"
         self._pool = ConnectionPool(
             connection_class=SSLConnection if config.urls[0].startswith("rediss:") else Connection,
             **address,
@@ -95,18 +95,18 @@ class RedisTier(ThreadedTier):
         return cls(config, name)
 
     def match_prefix(self, names: Sequence[str]) -> int:
-        for first in range(0, len(names), _BATCH):
-            with self._failing(f"{len(names)} records", "cannot be looked up"):
+        for first in range(0, len(names), _NAMES_PER_REQUEST):
+            with self._translate_errors(f"{len(names)} records", "cannot be looked up"):
                 pipe = self._client.pipeline(transaction=False)
-                for name in names[first : first + _BATCH]:
+                for name in names[first : first + _NAMES_PER_REQUEST]:
                     pipe.exists(_key(name))
-                found = pipe.execute()
-            if not all(found):
-                return first + int(found.index(0))
+                held = pipe.execute()
+            if not all(held):
+                return first + int(held.index(0))
         return len(names)
 
     def read(self, name: str, buffer: memoryview) -> int:
-        (size,) = self._replies(name, [("GET", _key(name))], [buffer])
+        (size,) = self._request(name, [("GET", _key(name))], [buffer])
         if size is None:
             raise FileNotFoundError(f"tier {self.name!r} does not hold {name}")
         return size
@@ -115,26 +115,26 @@ class RedisTier(ThreadedTier):
         """Read parts of one record, as in `Tier`, in one round trip."""
         commands = [("GETRANGE", _key(name), offset, offset + size - 1) for offset, size in ranges]
         targets = [buffer[:size] for (_, size), buffer in zip(ranges, buffers, strict=True)]
-        for count, (offset, size) in zip(self._replies(name, commands, targets), ranges, strict=True):
+        for count, (offset, size) in zip(self._request(name, commands, targets), ranges, strict=True):
             if count != size:
                 if self.size(name) is None:
                     raise FileNotFoundError(f"tier {self.name!r} does not hold {name}")
                 raise cut_short(name, count or 0, offset, size)
 
     def write(self, name: str, record: memoryview) -> None:
-        with self._failing(name, "cannot be written"):
+        with self._translate_errors(name, "cannot be written"):
             if not self._client.exists(_key(name)):
                 self._client.set(_key(name), record, nx=True)
 
     def delete(self, names: Sequence[str]) -> None:
-        for first in range(0, len(names), _BATCH):
-            with self._failing(f"{len(names)} records", "cannot be deleted"):
-                self._client.unlink(*[_key(name) for name in names[first : first + _BATCH]])
+        for first in range(0, len(names), _NAMES_PER_REQUEST):
+            with self._translate_errors(f"{len(names)} records", "cannot be deleted"):
+                self._client.unlink(*[_key(name) for name in names[first : first + _NAMES_PER_REQUEST]])
 
     def size(self, name: str) -> int | None:
         """Return the bytes of a record; None if it is missing, or a value of another type has its key."""
         try:
-            with self._failing(name, "cannot be looked up"):
+            with self._translate_errors(name, "cannot be looked up"):
                 return int(self._client.strlen(_key(name))) or None
         except DamagedObject:
             return None
@@ -142,8 +142,8 @@ class RedisTier(ThreadedTier):
     def scan(self) -> Iterator[tuple[str, int]]:
         cursor, seen = 0, set()
         while True:
-            with self._failing("the records", "cannot be listed"):
-                cursor, keys = self._client.scan(cursor, match=f"{PREFIX}*", count=_BATCH)
+            with self._translate_errors("the records", "cannot be listed"):
+                cursor, keys = self._client.scan(cursor, match=f"{PREFIX}*", count=_NAMES_PER_REQUEST)
                 names = [key.decode(errors="replace").removeprefix(PREFIX) for key in keys]
                 names = [name for name in names if is_record(name) and name not in seen]
                 seen.update(names)
@@ -151,8 +151,9 @@ class RedisTier(ThreadedTier):
                 for name in names:
                     pipe.strlen(_key(name))
                 sizes = pipe.execute(raise_on_error=False)
-            found = zip(names, sizes, strict=True)
-            yield from ((name, size) for name, size in found if isinstance(size, int) and size)
+            for name, size in zip(names, sizes, strict=True):
+                if isinstance(size, int) and size:
+                    yield name, size
             if not cursor:
                 return
 
@@ -160,7 +161,7 @@ class RedisTier(ThreadedTier):
         super().close()
         self._pool.disconnect()
 
-    def _replies(
+    def _request(
         self, name: str, commands: Sequence[tuple[Any, ...]], buffers: Sequence[memoryview]
     ) -> list[int | None]:
         """Send commands and read each reply's payload into its buffer; return the bytes, None for nil.
@@ -168,7 +169,7 @@ class RedisTier(ThreadedTier):
         This bypasses redis-py, which copies a payload two or three times and takes almost twice as long
         (benchmarks/bench_s3.py). Mutates `buffers`.
         """
-        with self._failing(name, "cannot be read"):
+        with self._translate_errors(name, "cannot be read"):
             deadline = time.monotonic() + self._timeout_s
             connection = self._pool.get_connection()
             try:
@@ -185,8 +186,8 @@ class RedisTier(ThreadedTier):
             return sizes
 
     @contextmanager
-    def _failing(self, subject: str, failure: str) -> Iterator[None]:
-        """Turn the client's errors into tier errors, which show no password."""
+    def _translate_errors(self, subject: str, failure: str) -> Iterator[None]:
+        """Raise tier errors, which show no password, in place of the client's errors."""
         from redis import exceptions
 
         try:
@@ -194,32 +195,35 @@ class RedisTier(ThreadedTier):
         except exceptions.OutOfMemoryError as error:
             raise TierFull(f"tier {self.name!r}: {subject} {failure}: {error}") from None
         except (exceptions.TimeoutError, TimeoutError):
-            reason = f"{self._where} did not answer within timeout_s={self._timeout_s}"
+            reason = f"{self._address} did not answer within timeout_s={self._timeout_s}"
         except (exceptions.AuthenticationError, exceptions.NoPermissionError) as error:
-            reason = f"{self._where} refuses the username or the password: {error}"
+            reason = f"{self._address} refuses the username or the password: {error}"
         except (exceptions.AskError, exceptions.ClusterDownError, exceptions.ClusterCrossSlotError):
             reason = (
-                f"{self._where} is part of a Redis Cluster, where each server holds some of the keys: kvkit "
-                "needs a server that holds all; want a standalone server, or a proxy of the cluster"
+                f"{self._address} is part of a Redis Cluster, where each server holds some of the keys; want "
+                "a server that holds all keys: a standalone one, or a proxy of the cluster"
             )
         except exceptions.ResponseError as error:
             if str(error).startswith("WRONGTYPE"):
                 reason = f"{subject}: a value of another type has its key"
                 raise DamagedObject(reason, Damage.FOREIGN) from None
-            reason = f"{self._where}: {error}"
+            reason = f"{self._address}: {error}"
         except exceptions.RedisError as error:
-            reason = f"{self._where}: {error}"
+            reason = f"{self._address}: {error}"
         except TierError:
             raise
         except (ConnectionError, EOFError) as error:
-            reason = f"{self._where}: {str(error) or type(error).__name__}"
+            reason = f"{self._address}: {str(error) or type(error).__name__}"
         else:
             return
         raise TierError(f"tier {self.name!r}: {subject} {failure}: {reason}")
 
 
 class _Incoming(RawIOBase):
-    """Data that a socket receives before a deadline; timeouts of single reads would not end a trickle."""
+    """Data that a socket receives before a deadline.
+
+    Timeouts of single reads do not suffice: a server that sends a byte now and then never exceeds them.
+    """
 
     def __init__(self, socket: Any, deadline: float) -> None:
         self._socket, self._deadline = socket, deadline

@@ -1,4 +1,4 @@
-"""The file of a pool in /dev/shm: access rights, layout, and locks that their holder's death releases.
+"""The file of a pool in /dev/shm: access rights, layout, and locks that end with their holder's process.
 
     [head, a page][columns: log, held, names, used, last, pins, parents][zeros to 2 MiB][slots]
 
@@ -39,11 +39,11 @@ _COLUMNS = [np.dtype(kind) for kind in ("<u4", "u1", "S112", "<u8", "<u8", "<f8"
 _MUTEX = 1 << 40
 _USERS = _MUTEX + 1
 _HUGE_PAGE = 2 << 20
-_MAKING_S = 120.0
-_PAUSES_S = 20e-6, 1e-3
+_CREATION_TIMEOUT_S = 120.0
+_RETRY_DELAYS_S = 20e-6, 1e-3
 """First and longest delay between two attempts to lock the mutex, in seconds."""
-_TRIES = 4
-_FULL = 0.9
+_OPEN_ATTEMPTS = 4
+_FULL_SHARE = 0.9
 """Share of a file system's memory in use above which its pools log a warning."""
 _BLOCK_BYTES = 512
 """Bytes per block in `st_blocks`."""
@@ -74,14 +74,14 @@ def capacity_at(path: str) -> int:
     """
     with open(path, "rb") as file:
         head = file.read(_HEAD.itemsize).ljust(_HEAD.itemsize, b"\0")
-    found = np.frombuffer(head, _HEAD)[0]
-    if found["magic"] != _MAGIC:
-        raise _no_pool(path)
-    return int(found["capacity_bytes"])
+    fields = np.frombuffer(head, _HEAD)[0]
+    if fields["magic"] != _MAGIC:
+        raise _incomplete(path)
+    return int(fields["capacity_bytes"])
 
 
 class PoolFile:
-    """The mapped file of a pool, created if it is missing. A fork gets neither its memory nor its locks.
+    """The mapped file of a pool, created if it is missing. A forked process gets neither memory nor locks.
 
     Logs a warning if the file system is nearly full.
 
@@ -106,19 +106,19 @@ class PoolFile:
         self.path = path
         self._file: int | None = None
         # a fork that outlives this process would keep its locks
-        os.register_at_fork(after_in_child=partial(_leave, weakref.ref(self)))
+        os.register_at_fork(after_in_child=partial(_close_in_fork, weakref.ref(self)))
         try:
             self._file = self._open()
             head = os.pread(self._file, _HEAD.itemsize, 0).ljust(_HEAD.itemsize, b"\0")
-            found = np.frombuffer(head, _HEAD)[0]
-            if found["magic"]:
-                _check(path, self._file, found, slot_bytes, capacity_bytes)
-                slot_bytes = int(found["slot_bytes"])
+            fields = np.frombuffer(head, _HEAD)[0]
+            if fields["magic"]:
+                _check_pool(path, self._file, fields, slot_bytes, capacity_bytes)
+                slot_bytes = int(fields["slot_bytes"])
                 _fill_holes(path, self._file)
             elif self._lock(fcntl.F_WRLCK, _USERS):  # new, or its creator died
-                _make(path, self._file, slot_bytes, capacity_bytes)
+                _create_pool(path, self._file, slot_bytes, capacity_bytes)
             else:  # damaged and in use: recreating it would crash the processes that have it mapped
-                raise _no_pool(path)
+                raise _incomplete(path)
             self._lock(fcntl.F_RDLCK, _USERS)
             self._map(slot_bytes, capacity_bytes // slot_bytes)
             self.unlock_mutex()
@@ -133,7 +133,7 @@ class PoolFile:
         Raises:
             PoolRemoved: it is not.
         """
-        if not self._is_there():
+        if not self._is_at_path():
             raise PoolRemoved(f"the pool {self.path} was removed")
 
     def lock(self, slot: int, *, shared: bool) -> bool:
@@ -144,13 +144,13 @@ class PoolFile:
         """Unlock the byte of a slot."""
         self._lock(fcntl.F_UNLCK, slot)
 
-    def wait(self, timeout_s: float) -> None:
+    def lock_mutex(self, timeout_s: float) -> None:
         """Lock the mutex against other processes; callers exclude their own threads by another lock.
 
         Raises:
             TierError: another process held the mutex for `timeout_s`.
         """
-        pause, longest = _PAUSES_S
+        pause, longest = _RETRY_DELAYS_S
         until = time.monotonic() + timeout_s
         while not self._lock(fcntl.F_WRLCK, _MUTEX):
             if time.monotonic() > until:
@@ -170,16 +170,17 @@ class PoolFile:
 
     def _open(self) -> int:
         """Open or create the file and lock the mutex; return its descriptor."""
-        for _ in range(_TRIES):
-            file = self._file = _open(self.path)
+        for _ in range(_OPEN_ATTEMPTS):
+            file = self._file = _open_file(self.path)
             self._opened = os.fstat(file)
-            self.wait(_MAKING_S)
-            if self._is_there():
+            self.lock_mutex(_CREATION_TIMEOUT_S)
+            if self._is_at_path():
                 return file
             self.close()  # removed meanwhile
-        raise _made_and_removed(self.path)
+        raise _unstable(self.path)
 
-    def _is_there(self) -> bool:
+    def _is_at_path(self) -> bool:
+        """Return whether the path leads to this file, as far as the file system tells."""
         try:
             return os.path.samestat(self._opened, os.lstat(self.path))
         except (FileNotFoundError, NotADirectoryError):
@@ -188,6 +189,7 @@ class PoolFile:
             return True
 
     def _lock(self, kind: int, byte: int) -> bool:
+        """Lock or unlock a byte without waiting; return False if another open file has it locked."""
         if self._file is None:
             raise TierError(f"{self.path} is closed")
         try:
@@ -197,6 +199,7 @@ class PoolFile:
         return True
 
     def _map(self, slot_bytes: int, slots: int) -> None:
+        """Map the file and set the attributes that view its memory."""
         self.slot_bytes, self.slots = slot_bytes, slots
         head = _head_bytes(slots)
         # a mapping keeps a duplicate of its descriptor: a duplicate of `_file` would keep the locks
@@ -218,14 +221,14 @@ class PoolFile:
         self.log, self.held, self.names, self.used, self.last, self.pins, self.parents = columns
 
 
-def _open(path: str) -> int:
+def _open_file(path: str) -> int:
     """Open the file, creating it if it is missing; return its descriptor.
 
     Raises:
         OSError: it is a link or not a file, has another owner, or is open to other users.
     """
     flags = os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK
-    for _ in range(_TRIES):
+    for _ in range(_OPEN_ATTEMPTS):
         # no O_CREAT for an existing file: with it, the kernel would refuse another user's file with no reason
         with suppress(FileNotFoundError):
             file = os.open(path, flags)
@@ -235,7 +238,7 @@ def _open(path: str) -> int:
             os.fchmod(file, 0o600)  # whatever the umask
             break
     else:
-        raise _made_and_removed(path)
+        raise _unstable(path)
     status = os.fstat(file)
     if not stat.S_ISREG(status.st_mode) or status.st_uid != os.geteuid() or status.st_mode & 0o077:
         os.close(file)
@@ -248,21 +251,21 @@ def _open(path: str) -> int:
     return file
 
 
-def _made_and_removed(path: str) -> OSError:
+def _unstable(path: str) -> OSError:
     return FileNotFoundError(errno.ENOENT, "other processes keep creating and removing it", path)
 
 
-def _check(path: str, file: int, found: Any, slot_bytes: int, capacity_bytes: int) -> None:
+def _check_pool(path: str, file: int, fields: Any, slot_bytes: int, capacity_bytes: int) -> None:
     """Check that an existing pool is intact and fits the settings.
 
     Raises:
         ValueError: the pool has another capacity, or smaller slots.
         OSError: the pool is damaged.
     """
-    capacity, slot = int(found["capacity_bytes"]), int(found["slot_bytes"])
-    valid = found["magic"] == _MAGIC and slot > 0 and not slot % PAGE_BYTES
+    capacity, slot = int(fields["capacity_bytes"]), int(fields["slot_bytes"])
+    valid = fields["magic"] == _MAGIC and slot > 0 and not slot % PAGE_BYTES
     if not valid or os.fstat(file).st_size != _head_bytes(capacity // slot) + capacity // slot * slot:
-        raise _no_pool(path)
+        raise _incomplete(path)
     if capacity != capacity_bytes:
         raise ValueError(
             f"capacity={capacity_bytes}: the pool in {path} has {capacity} bytes; want the same capacity, "
@@ -275,11 +278,11 @@ def _check(path: str, file: int, found: Any, slot_bytes: int, capacity_bytes: in
         )
 
 
-def _no_pool(path: str) -> OSError:
+def _incomplete(path: str) -> OSError:
     return OSError(errno.EBADMSG, "it is not a complete pool of this version; remove it", path)
 
 
-def _make(path: str, file: int, slot_bytes: int, capacity_bytes: int) -> None:
+def _create_pool(path: str, file: int, slot_bytes: int, capacity_bytes: int) -> None:
     """Allocate all memory of the file and write its head.
 
     Raises:
@@ -316,14 +319,14 @@ def _fill_holes(path: str, file: int) -> None:
 
 
 def _warn_if_full(path: str, file: int) -> None:
-    found = os.fstatvfs(file)
-    if found.f_bavail < (1 - _FULL) * found.f_blocks:
+    status = os.fstatvfs(file)
+    if status.f_bavail < (1 - _FULL_SHARE) * status.f_blocks:
         log.warning(
             "pool %s: its file system has %d of %d MiB left; when it is full, other processes that share "
             "memory there crash with SIGBUS: set a smaller capacity, or remount it with a larger size",
             path,
-            found.f_bavail * found.f_frsize >> 20,
-            found.f_blocks * found.f_frsize >> 20,
+            status.f_bavail * status.f_frsize >> 20,
+            status.f_blocks * status.f_frsize >> 20,
         )
 
 
@@ -337,8 +340,8 @@ def _column_bytes(kind: np.dtype[Any], slots: int) -> int:
     return -(-kind.itemsize * slots // 8) * 8
 
 
-def _leave(reference: weakref.ref[PoolFile]) -> None:
-    """Close the file in a fork, which must not keep the locks."""
+def _close_in_fork(reference: weakref.ref[PoolFile]) -> None:
+    """Close the file in a forked process, which must not keep the locks."""
     file = reference()
     if file is not None:
         file.close()

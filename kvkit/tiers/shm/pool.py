@@ -3,12 +3,10 @@
 There is no daemon, and a process may die at any instruction. A slot holds a record if its byte in `held` is
 not 0; that byte is written last, so it is always valid. Any process that can lock an empty slot's byte may
 take the slot: when a process dies, the kernel releases its locks on slots that it read or wrote. Each process
-derives all other state by itself: its index follows `log`, which names a slot before its `held` changes.
+derives all other state by itself (`kvkit.tiers.shm.index`).
 
-The columns may be damaged: values are bounded when they are read, so damage costs records, not room.
-
-Eviction takes records that no other follows: the lowest priority first, then the least recently used. The
-first record of a run counts as used last, and a new record as used just before its parent.
+Only records that no other record follows are evicted: those of the lowest priority first, among them the
+least recently used. The first record of a run counts as used last, and a new one as used before its parent.
 """
 
 from __future__ import annotations
@@ -28,9 +26,9 @@ from kvkit.tiers.folder import check_name
 from kvkit.tiers.shm.file import PoolFile
 from kvkit.tiers.shm.index import LONGEST_PIN_S, PRIORITY_SHIFT, PoolIndex, decoded, pinned
 
-_WAIT_S = 2.0
+_MUTEX_TIMEOUT_S = 2.0
 """Timeout, in seconds, for locking the mutex, which a stopped process may hold."""
-_STEP = 1 << 20
+_CLOCK_STEP = 1 << 20
 """Step of the clock, and the maximum number of records in a run."""
 _MOST_REFUSED = 1024  # names
 
@@ -38,8 +36,8 @@ _MOST_REFUSED = 1024  # names
 class Pool(Arena):
     """The pool in the file at `path`. Thread-safe and process-safe.
 
-    Every method but `close` and `leave` raises `TierError` if the pool is closed or locked by a stopped
-    process, and its subclass `PoolRemoved` if its file was removed.
+    Every method but `close` and `close_when_unused` raises `TierError` if the pool is closed or locked by a
+    stopped process, and its subclass `PoolRemoved` if its file was removed.
 
     Args, Raises: as for `PoolFile`.
 
@@ -52,17 +50,17 @@ class Pool(Arena):
         super().__init__(self._file.records, self._file.slot_bytes, f"the pool {path}")
         self.evicted = 0
         self._lock = threading.Lock()
-        self._free = 0  # slot at which the next search for an empty one starts
-        self._made: dict[str, int] = {}  # slots that this process has taken and not yet published
+        self._next_empty = 0  # slot at which the next search for an empty one starts
+        self._unpublished: dict[str, int] = {}  # slots that this process has taken and not yet published
         self._refused: dict[str, None] = {}  # names that found no room, oldest first
-        self._ended = False
+        self._closing = False
         self._index = PoolIndex(self._file, self.slots)
 
     def use_run(self, names: Sequence[str]) -> int:
         """Return the length of the leading run of `names` (a chain) held, and mark it as used. Mutates."""
         with self._locked():
             run: list[int] = []
-            for name in names[:_STEP]:
+            for name in names[:_CLOCK_STEP]:
                 slot = self._index.slot_of.get(name)
                 if slot is None:
                     break
@@ -81,10 +79,11 @@ class Pool(Arena):
         with self._locked():
             lease = self._lend(name)
             if lease is None and name in self._index.slot_of:
-                self._index.learn(self._index.slot_of[name])  # a damaged log lacks the change
+                self._index.update_slot(self._index.slot_of[name])  # a damaged log lacks the change
             return lease
 
     def _lend(self, name: str) -> Lease | None:
+        """Lease the slot that the index has for a record; None if it has none, or the slot another record."""
         slot = self._index.slot_of.get(name)
         if slot is None or self._closed or not self._reserve(slot, shared=True):
             return None
@@ -92,7 +91,7 @@ class Pool(Arena):
         if not self._file.held[slot] or decoded(self._file.names[slot]) != name:
             lease.release()
             return None
-        self.used[slot] = self._used(slot)
+        self.used[slot] = self._record_bytes(slot)
         return lease
 
     def take(self, name: str, size: int, parent: str | None) -> Lease | None:
@@ -112,20 +111,21 @@ class Pool(Arena):
         with self._locked():
             if name in self._index.slot_of:
                 return None
-            parent_slot = self._index.slot_of.get(parent or "", self._made.get(parent or ""))
-            stamp = self._tick() if parent_slot is None else self._before(parent_slot)
-            slot = None if parent_slot is None and parent in self._refused else self._room(stamp)
+            parent_slot = self._index.slot_of.get(parent or "", self._unpublished.get(parent or ""))
+            stamp = self._tick() if parent_slot is None else self._time_before(parent_slot)
+            slot = None if parent_slot is None and parent in self._refused else self._reserve_slot(stamp)
             if slot is None:
                 self._refused[name] = None  # records that follow it are useless until it is held
                 if len(self._refused) > _MOST_REFUSED:
                     del self._refused[next(iter(self._refused))]
                 raise TierFull(f"{self._file.path}: {name} does not fit")
             self._refused.pop(name, None)
-            self._made[name] = slot
-            self._index.orphan(slot)
-            row = self._file
-            row.names[slot], row.used[slot], row.last[slot], row.pins[slot] = name.encode(), size, stamp, 0
-            row.parents[slot] = 0 if parent_slot is None else parent_slot + 1
+            self._unpublished[name] = slot
+            self._index.clear_children(slot)
+            columns = self._file
+            columns.names[slot], columns.used[slot] = name.encode(), size
+            columns.last[slot], columns.pins[slot] = stamp, 0
+            columns.parents[slot] = 0 if parent_slot is None else parent_slot + 1
             self.used[slot] = size
             return Lease(self, slot)
 
@@ -134,17 +134,17 @@ class Pool(Arena):
         try:
             with self._locked():
                 if name not in self._index.slot_of:
-                    self._index.hold(lease.slot, 1 + NORMAL)
+                    self._index.set_held(lease.slot, 1 + NORMAL)
                 lease.release()
         finally:
-            self._made.pop(name, None)
+            self._unpublished.pop(name, None)
 
     def remove(self, names: Sequence[str]) -> None:
         """Remove records; the slots of leased ones become free when the leases are released."""
         with self._locked():
             for name in names:
                 if name in self._index.slot_of:
-                    self._index.hold(self._index.slot_of[name], 0)
+                    self._index.set_held(self._index.slot_of[name], 0)
 
     def pin(self, names: Sequence[str], seconds: float) -> int:
         """Protect `names` from eviction for `seconds`; return how many of them are held."""
@@ -161,13 +161,13 @@ class Pool(Arena):
             for name in names:
                 slot = self._index.slot_of.get(name)
                 if slot is not None and prevails(priority, int(self._file.held[slot]) - 1):
-                    self._index.hold(slot, 1 + priority)
+                    self._index.set_held(slot, 1 + priority)
 
     def size(self, name: str) -> int | None:
         """Return the bytes of a record, None if it is not held."""
         with self._locked():
             slot = self._index.slot_of.get(name)
-            return None if slot is None else self._used(slot)
+            return None if slot is None else self._record_bytes(slot)
 
     def listed(self) -> list[tuple[str, int]]:
         """Return the name and bytes of every record."""
@@ -178,10 +178,10 @@ class Pool(Arena):
     def close(self) -> None:
         super().close()
         with self._lock, self._changed:
-            self._ended = True
-            self._end_unused()
+            self._closing = True
+            self._close_if_unused()
 
-    def leave(self) -> None:
+    def close_when_unused(self) -> None:
         """Refuse new leases, wait until all are released (a GPU may still read the slots), then close."""
         with self._lock, self._changed:
             self._closed = True
@@ -189,9 +189,9 @@ class Pool(Arena):
             self._changed.wait_for(lambda: not any(self._references))
         self.close()
 
-    def _end_unused(self) -> None:
+    def _close_if_unused(self) -> None:
         """Close the file if the pool is closed and the last lease is released."""
-        if self._ended and not any(self._references):
+        if self._closing and not any(self._references):
             self._file.close()
 
     def _release(self, lease: Lease) -> None:
@@ -199,9 +199,9 @@ class Pool(Arena):
         with self._changed:
             if self._drop(lease):
                 if not self._file.held[lease.slot]:  # nobody published it
-                    self._made.pop(decoded(self._file.names[lease.slot]), None)
+                    self._unpublished.pop(decoded(self._file.names[lease.slot]), None)
                 self._file.unlock(lease.slot)
-                self._end_unused()
+                self._close_if_unused()
                 self._changed.notify_all()
 
     @contextmanager
@@ -212,7 +212,7 @@ class Pool(Arena):
             if self._closed:
                 raise TierError(f"{self._file.path} is closed")
             self._file.check()
-            self._file.wait(_WAIT_S)
+            self._file.lock_mutex(_MUTEX_TIMEOUT_S)
             try:
                 self._index.catch_up()
                 yield
@@ -221,32 +221,33 @@ class Pool(Arena):
 
     def _tick(self) -> int:
         """Advance the clock; return a time later than all others."""
-        clock = int(self._file.clock[0]) + _STEP
+        clock = int(self._file.clock[0]) + _CLOCK_STEP
         if clock >> PRIORITY_SHIFT:  # damaged
-            clock = _STEP
+            clock = _CLOCK_STEP
         self._file.clock[0] = clock
         return clock
 
-    def _before(self, slot: int) -> int:
+    def _time_before(self, slot: int) -> int:
         """Return the time of use for a new record that follows the one in a slot."""
         return max(0, min(int(self._file.last[slot]), int(self._file.clock[0])) - 1)
 
-    def _used(self, slot: int) -> int:
+    def _record_bytes(self, slot: int) -> int:
         """Return the bytes of the record in a slot."""
         return min(int(self._file.used[slot]), self.slot_bytes)
 
-    def _room(self, stamp: int) -> int | None:
+    def _reserve_slot(self, stamp: int) -> int | None:
         """Reserve an empty slot, or evict a record used before `stamp`; return the slot or None."""
         held = self._file.held
-        for first, stop in (self._free, self.slots), (0, self._free):
-            while first < stop and len(self._index.slot_of) + len(self._made) < self.slots:
+        for first, stop in (self._next_empty, self.slots), (0, self._next_empty):
+            while first < stop and len(self._index.slot_of) + len(self._unpublished) < self.slots:
                 slot = first + int(held[first:stop].argmin())
                 if held[slot]:
                     break
                 first = slot + 1
                 if self._reserve(slot, shared=False):
-                    self._free = first
-                    return slot  # otherwise it is still written to, or its old record is still read
+                    self._next_empty = first
+                    return slot
+                # another process fills it, or its old record is still read
         victim = self._index.evict(stamp, partial(self._reserve, shared=False))
         if victim is not None:
             self.evicted += 1

@@ -99,16 +99,16 @@ class ShmTier(Tier):
             except OSError as error:
                 if not isinstance(error, TierFull | DamagedObject):
                     pool_error = error  # do not wait for the mutex again
-                self._end(name, error)
+                self._complete(name, error)
                 continue
             if slot is None:
-                self._end(name, None)
+                self._complete(name, None)
                 continue
             try:
                 self._workers.start(partial(self._write, name, slot, share))
             except Closed:
                 slot.release()
-                self._end(name, TierError(f"tier {self.name!r} is closed"))
+                self._complete(name, TierError(f"tier {self.name!r} is closed"))
 
     def delete(self, names: Sequence[str]) -> None:
         self._call(lambda pool: pool.remove(names))
@@ -141,10 +141,10 @@ class ShmTier(Tier):
         try:
             return use(pool)
         except PoolRemoved as error:
-            self._leave(pool, error)
+            self._abandon(pool, error)
             raise
 
-    def _leave(self, pool: Pool, error: PoolRemoved) -> None:
+    def _abandon(self, pool: Pool, error: PoolRemoved) -> None:
         """Release a removed pool: other processes need its memory and use another pool."""
         with self._lock:
             if self._pool is not pool:
@@ -157,7 +157,9 @@ class ShmTier(Tier):
             str(error),  # the error's traceback would keep the pool for as long as the log record exists
         )
         with suppress(RuntimeError):  # if no thread can start, the memory stays until the process ends
-            threading.Thread(target=pool.leave, name=f"kvkit-{self.name}-leave", daemon=True).start()
+            threading.Thread(
+                target=pool.close_when_unused, name=f"kvkit-{self.name}-leave", daemon=True
+            ).start()
 
     def _take(self, name: str, share: Lease, pool: Pool) -> Lease | None:
         slot = pool.take(name, share.used, parent_name(share.buffer, name))
@@ -172,9 +174,9 @@ class ShmTier(Tier):
                 self._call(lambda pool: pool.publish(name, slot))
         except BaseException as caught:  # a tier's thread must survive any error
             error = caught
-        self._end(name, error)
+        self._complete(name, error)
 
-    def _end(self, name: str, error: BaseException | None) -> None:
+    def _complete(self, name: str, error: BaseException | None) -> None:
         with self._lock:
             ended = self._puts.pop(name)
         for lease, on_complete in ended:
