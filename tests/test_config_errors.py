@@ -57,9 +57,9 @@ DECODE = HANDOFF | {"role": "decode"}
         ({"tiers": {"disk": {"url": ["/x", " "]}}}, ["url = ' '", "it names nothing"]),
         (
             {"tiers": {"disk": {"url": ["/x/y", "file:///x/z/../y"]}}},
-            ["/x/y and file:///x/z/../y are one place"],
+            ["/x/y and file:///x/z/../y are one location"],
         ),
-        ({"tiers": {"far": {"url": ["s3://b/x", "s3://b/x"]}}}, ["s3://b/x and s3://b/x are one place"]),
+        ({"tiers": {"far": {"url": ["s3://b/x", "s3://b/x"]}}}, ["s3://b/x and s3://b/x are one location"]),
         ({"tiers": {"disk": {"url": "/x", "scope": "all"}}}, ["tiers.disk.scope = 'all'", "node", "shared"]),
         ({"tiers": {"disk": {"url": "/x", "threads": 0}}}, ["tiers.disk.threads = 0", "equal to 1"]),
         ({"tiers": {"disk": {"url": "/x", "threads": 257}}}, ["tiers.disk.threads = 257", "equal to 256"]),

@@ -139,15 +139,15 @@ def test_a_pool_that_is_removed_while_it_is_opened_is_opened_anew(
     path: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Its opener waited for the mutex of a file that nobody after it would find."""
-    wait, removed = PoolFile.wait, []
+    lock_mutex, removed = PoolFile.lock_mutex, []
 
     def remove_then_wait(file: PoolFile, timeout_s: float) -> None:
         if not removed:
             removed.append(os.stat(path).st_ino)
             os.rename(path, f"{path}-2")
-        wait(file, timeout_s)
+        lock_mutex(file, timeout_s)
 
-    monkeypatch.setattr(PoolFile, "wait", remove_then_wait)
+    monkeypatch.setattr(PoolFile, "lock_mutex", remove_then_wait)
     with closing(PoolFile(path, SLOT_BYTES, RECORDS * SLOT_BYTES)) as file:
         file.check()
         assert os.stat(path).st_ino != removed[0]

@@ -32,25 +32,10 @@ _THREADS = "kvkit-fsspec"
 
 
 class FsspecStore:
-    """Objects below a root in an fsspec file system. As thread-safe as that file system.
+    """Objects below the root of an fsspec file system. As thread-safe as that file system."""
 
-    It connects on first use, and again after a call that timed out or lost its connection.
-
-    Args:
-        connect: function that returns the file system and the root in it.
-        hide: function that removes secrets from the text of an error.
-        timeout_s: longest call to the file system, in seconds.
-        connection: result of an earlier `connect`; None if not connected yet.
-    """
-
-    def __init__(
-        self,
-        connect: Callable[[], FsspecRoot],
-        hide: Callable[[str], str],
-        timeout_s: float,
-        connection: FsspecRoot | None = None,
-    ) -> None:
-        self._files: Any = _Calls(connect, hide, timeout_s, connection)
+    def __init__(self, files: FsspecCalls) -> None:
+        self._files = files
 
     def size(self, name: str) -> int | None:
         try:
@@ -138,11 +123,18 @@ class FsspecStore:
             raise
 
 
-class _Calls:
-    """Calls to an fsspec file system, limited to `timeout_s`, that raise only OSErrors without secrets.
+class FsspecCalls:
+    """The methods of an fsspec file system, limited to `timeout_s`. They raise only OSErrors without secrets.
 
     Many libraries behind fsspec wait for minutes or for ever, so each call runs in a thread of its own. Their
-    errors and the causes of these may quote the URL, so each call raises a new error without a cause.
+    errors and the causes of these may quote the URL, so each call raises a new error without a cause. The
+    first call connects, and so does one after a call that timed out or lost its connection.
+
+    Args:
+        connect: function that returns the file system and the root in it.
+        hide: function that removes secrets from the text of an error.
+        timeout_s: longest call to the file system, in seconds.
+        connection: result of an earlier `connect`; None if not connected yet.
     """
 
     def __init__(

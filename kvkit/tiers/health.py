@@ -1,4 +1,4 @@
-"""A circuit breaker per tier: a failing tier is skipped for a while, then tried by one caller.
+"""The circuit breaker of a tier: a failing tier is skipped for a while, then tried by one caller.
 
     ok -- failures in a row, or a timeout --> open -- the backoff ends --> half-open -- a trial works --> ok
                                                 ^------- a trial fails: a longer backoff -------'
@@ -6,8 +6,8 @@
 One unreadable record is weak evidence against its tier: in a row of failures it counts once, however often it
 is tried. Several unreadable records count separately.
 
-A tier that is ok is reported as slow while its latency is several times the earlier one; this is only
-informative.
+A tier that is ok is reported as slow while its latency is several times the earlier one; nothing else depends
+on that.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ PAUSES_S = (5.0, 10.0, 20.0, 40.0, 80.0, 120.0)
 """Backoff, in seconds: the first time, after one failed trial, after two, ..."""
 
 TRIAL_S = 30.0
-"""Timeout of a trial that reports no result, in seconds; then another caller may try."""
+"""Time in seconds after which a trial that has reported no result is over, and another caller may try."""
 
 SLOW_FACTOR, RECENT, REMEMBERED = 4.0, 8, 64
 """A tier is slow if the median of its RECENT last latencies is SLOW_FACTOR times that of earlier ones."""
@@ -43,18 +43,18 @@ class Health:
         self._failures = 0  # in a row, while the circuit is closed
         self._unreadable: set[str] = set()  # unreadable records among these failures
         self._pauses = 0  # backoffs in a row; 0 while the circuit is closed
-        self._until = 0.0  # end of the backoff or of the pending trial
-        self._trial = False  # True while a trial is pending
+        self._paused_until = 0.0  # end of the backoff or of the pending trial
+        self._trial_pending = False
         self._latencies: deque[float] = deque(maxlen=REMEMBERED)  # seconds per record
-        self._measured = 0.0  # time of the last latency
+        self._measured_at = 0.0  # time of the last latency
 
     def usable(self, now: float) -> bool:
         """Return whether to use the tier now. If half-open, one caller gets True and must report a result."""
         with self._lock:
             if self._pauses:
-                if now < self._until:
+                if now < self._paused_until:
                     return False
-                self._trial, self._until = True, now + TRIAL_S
+                self._trial_pending, self._paused_until = True, now + TRIAL_S
             return True
 
     def worked(self, now: float, seconds: float | None = None) -> None:
@@ -68,11 +68,11 @@ class Health:
         with self._lock:
             if not self._may_decide(now):
                 return
-            self._failures, self._pauses, self._until, self._trial = 0, 0, 0.0, False
+            self._failures, self._pauses, self._paused_until, self._trial_pending = 0, 0, 0.0, False
             self._unreadable.clear()
             if seconds is not None:
                 self._latencies.append(seconds)
-                self._measured = now
+                self._measured_at = now
 
     def answered(self, now: float) -> None:
         """Record that the tier answered, or was not used after all, and no record was moved.
@@ -81,8 +81,8 @@ class Health:
         this does not interrupt a row of failures.
         """
         with self._lock:
-            if self._trial:
-                self._trial, self._until = False, now
+            if self._trial_pending:
+                self._trial_pending, self._paused_until = False, now
 
     def failed(self, now: float, timed_out: bool = False, unreadable: str | None = None) -> None:
         """Record that the tier reported an error.
@@ -98,15 +98,15 @@ class Health:
             if unreadable is not None:
                 self._unreadable.add(unreadable)
             if self._pauses or timed_out or self._failures >= FAILURES_TO_PAUSE:
-                self._until = now + PAUSES_S[min(self._pauses, len(PAUSES_S) - 1)]
+                self._paused_until = now + PAUSES_S[min(self._pauses, len(PAUSES_S) - 1)]
                 self._pauses += 1
-                self._failures, self._trial = 0, False
+                self._failures, self._trial_pending = 0, False
                 self._unreadable.clear()
 
     def record_s(self, now: float) -> float | None:
         """Return the recent seconds per record; None if unknown until another record is read."""
         with self._lock:
-            if not self._latencies or now - self._measured > CURRENT_S:
+            if not self._latencies or now - self._measured_at > CURRENT_S:
                 return None
             return median(list(self._latencies)[-RECENT:])
 
@@ -122,4 +122,4 @@ class Health:
 
     def _may_decide(self, now: float) -> bool:
         """Return whether a result counts: not during the backoff."""
-        return not self._pauses or self._trial or now >= self._until
+        return not self._pauses or self._trial_pending or now >= self._paused_until

@@ -1,4 +1,4 @@
-"""The memory tier: it keeps records in the staging slots that they were packed or read into, uncopied."""
+"""The memory tier, which keeps records without a copy, in the staging slots they were packed or read into."""
 
 from __future__ import annotations
 
@@ -25,9 +25,9 @@ from kvkit.tiers.settings import TierConfig
 class MemoryTier(Tier):
     """Records in slots of `staging`, evicted as `kvkit.tiers.eviction` decides.
 
-    A put keeps a share of the slot, and `borrow` returns another. A record counts as a whole slot. Borrowed
-    slots may be evicted, but become free only when the last share is released. So the arena must have more
-    slots than this tier (`capacity_bytes` below the arena's), or none may be left to read into.
+    A put keeps a share of the slot, and `borrow` returns another. A record counts as a whole slot. A borrowed
+    slot may be evicted, but is free only when its last share is released. So `capacity_bytes` must be below
+    the arena's size, or no slot may be left to read into.
 
     Args:
         policy: name in `kvkit.tiers.eviction.policies.POLICIES`, or "package.module:Class".
@@ -108,7 +108,7 @@ class MemoryTier(Tier):
 
     def put(self, names: Sequence[str], leases: Sequence[Lease], on_complete: OnComplete) -> None:
         for name, lease in zip(names, leases, strict=True):
-            complete(on_complete, name, lease.share(), self._keep(name, lease))
+            complete(on_complete, name, lease.share(), self._put_one(name, lease))
 
     def delete(self, names: Sequence[str]) -> None:
         with self._lock:
@@ -133,7 +133,8 @@ class MemoryTier(Tier):
             self._state = eviction.EvictionState(0)
         release_all(leases)
 
-    def _keep(self, name: str, lease: Lease) -> TierError | None:
+    def _put_one(self, name: str, lease: Lease) -> TierError | None:
+        """Keep a share of a record's slot; return the error if the record does not fit."""
         with self._lock:
             if self._closed:
                 return TierError(f"tier {self.name!r} is closed")

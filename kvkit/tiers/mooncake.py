@@ -374,14 +374,14 @@ def _parse(tier: str, url: str) -> str:
         ValueError: `url` is not mooncake://<host>:<port>.
     """
     try:
-        parts = urlsplit(url)
-        port = parts.port or _PORT
+        address = urlsplit(url)
+        port = address.port or _PORT
     except ValueError:
-        parts, port = urlsplit(""), 0
-    extras = parts.username is not None or parts.path.strip("/") or parts.query or parts.fragment
-    if parts.scheme not in TIERS["mooncake"].schemes or not parts.hostname or extras:
+        address, port = urlsplit(""), 0
+    extras = address.username is not None or address.path.strip("/") or address.query or address.fragment
+    if address.scheme not in TIERS["mooncake"].schemes or not address.hostname or extras:
         raise ValueError(f"tier {tier!r}: url={shown(url)!r}: want mooncake://<master's host>:<port>")
-    host = f"[{parts.hostname}]" if ":" in (parts.hostname or "") else parts.hostname
+    host = f"[{address.hostname}]" if ":" in (address.hostname or "") else address.hostname
     return f"{host}:{port}"
 
 

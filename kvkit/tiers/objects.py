@@ -295,7 +295,7 @@ class ObjectTier(ThreadedTier):
             if differs and (fields := arrays.differences(stored or b"", metadata)):
                 log.warning(
                     "tier %r: %s differs in %s from the metadata of the records that this cache stores: Zarr "
-                    "readers will misread those or the others",
+                    "readers will misread either these or the older ones",
                     *(self.name, name, ", ".join(fields)),
                 )
         except (DamagedObject, arrays.MetadataError) as error:

@@ -1,6 +1,7 @@
 """Tiers of other packages, found by the entry-point group `kvkit.tiers`.
 
-A package registers a factory there under a `kind`, which configurations name. docs/tiers.md has an example.
+A package registers a factory in that group under a `kind`, which configurations name. docs/tiers.md has an
+example.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ Factory = Callable[[str, Staging, Mapping[str, Any]], Tier]
 
 `staging` is the cache's arena of slots. `settings` are those of the configuration besides `kind`: a capacity
 in bytes, others with their TOML types, or as strings if they come from the environment. The factory raises
-ValueError for an invalid setting, naming it and the choices, and OSError if the tier cannot be opened.
+ValueError for an invalid setting, with its name and the choices, and OSError if the tier cannot be opened.
 """
 
 

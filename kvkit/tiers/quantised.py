@@ -63,7 +63,7 @@ def quantise(record: Buffer, precision: Precision, out: Buffer) -> int:
 
 
 def dequantise(record: Buffer, precision: Precision, out: Buffer) -> Damage | int:
-    """Dequantise the uncompressed `record`, made by `quantise`, into `out` in its original form.
+    """Dequantise the uncompressed `record`, made by `quantise`, into `out` with its original dtype.
 
     Mutates `out`, but only after the checksums of `record` were verified. The values are approximate. The
     result names the same chunk and must still pass `kvkit.format.record.verify`.
@@ -117,6 +117,7 @@ def _pages(group: LayerGroup, record: memoryview, header: Header) -> Pages:
 
 
 def _layers(record: memoryview, header: Header, layer_bytes: int) -> Bytes:
+    """Return uint8 [layers * layer_bytes], a view of the layers of a record."""
     count = header.shape[0] * layer_bytes
     return np.frombuffer(record, np.uint8, count, header.header_bytes)
 
@@ -124,10 +125,10 @@ def _layers(record: memoryview, header: Header, layer_bytes: int) -> Bytes:
 def _seal(
     record: memoryview, target: memoryview, header: Header, shape: Shape, dtype: str, layer_bytes: int
 ) -> int:
-    """Complete the record in `target`: write the header of `record` in its new form, and the checksums.
+    """Write the header of `record`, with a new shape and dtype, and the checksums into `target`.
 
     Returns:
-        number of bytes of the record.
+        number of bytes of the record in `target`.
     """
     target[: header.header_bytes] = record[: header.header_bytes]
     fields = np.frombuffer(target, HEADER, 1)[0]
@@ -140,8 +141,8 @@ def _seal(
 class QuantisedStore:
     """A store that swaps the names of exact and quantised objects in `store`.
 
-    So a tier never takes an exact object for a quantised one, but still counts and evicts objects stored
-    under another setting.
+    A tier on it never takes an exact object for a quantised one, but still counts and evicts objects stored
+    under another setting of `precision`.
     """
 
     def __init__(self, store: ObjectStore, precision: Precision) -> None:

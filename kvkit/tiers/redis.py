@@ -276,16 +276,17 @@ def _parse(tier: str, url: str) -> dict[str, Any]:
         ValueError: the URL is invalid or has a username. The message omits the URL: it may have a password.
     """
     try:
-        parts = urlsplit(url)
-        port = parts.port or 6379
+        address = urlsplit(url)
+        port = address.port or 6379
     except ValueError:
-        parts, port = urlsplit(""), 0
-    if parts.username:
+        address, port = urlsplit(""), 0
+    if address.username:
         raise ValueError(f"tier {tier!r}: url: give username and password as settings, not in the URL")
-    if parts.scheme not in TIERS["redis"].schemes or not parts.hostname or parts.query or parts.fragment:
+    extras = address.query or address.fragment
+    if address.scheme not in TIERS["redis"].schemes or not address.hostname or extras:
         raise ValueError(f"tier {tier!r}: url: want redis://<host>:<port>/<database>, or rediss://...")
-    if _DATABASE.fullmatch(parts.path) is None:
+    if _DATABASE.fullmatch(address.path) is None:
         raise ValueError(
             f"tier {tier!r}: url: want a number for the database, redis://<host>:<port>/<database>"
         )
-    return {"host": parts.hostname, "port": port, "db": int(parts.path[1:] or 0)}
+    return {"host": address.hostname, "port": port, "db": int(address.path[1:] or 0)}

@@ -135,7 +135,7 @@ class TierConfig(BaseModel):
                 location = os.path.realpath(os.path.expanduser(folder))
             first = urls_by_location.setdefault(location, url)
             if first != url or self.urls.count(url) > 1:
-                raise ValueError(f"url: {shown(first)} and {shown(url)} are one place; want different places")
+                raise ValueError(f"url: {shown(first)} and {shown(url)} are one location; want two")
 
     @field_serializer("url", when_used="json")
     def _url_without_secrets(self, url: str | tuple[str, ...] | None) -> str | tuple[str, ...] | None:
@@ -165,12 +165,12 @@ class TierConfig(BaseModel):
 
     @property
     def kinds(self) -> tuple[TierKind, ...]:
-        """Kinds of tier, one for each URL; the memory's if there is none."""
+        """Kinds of tier, one for each URL; that of memory without a URL."""
         return tuple(map(kind_of, self.urls or (None,)))
 
     @property
     def capacities(self) -> tuple[int | None, ...]:
-        """Capacities in bytes, one for each URL; the memory's if there is none."""
+        """Capacities in bytes, one for each URL; that of memory without a URL."""
         if isinstance(self.capacity, tuple):
             return tuple(int(size) for size in self.capacity)
         return (None if self.capacity is None else int(self.capacity),) * max(1, len(self.urls))

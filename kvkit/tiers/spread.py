@@ -1,6 +1,7 @@
 """Several disks as one tier, with records spread over them by key.
 
-If a disk ("path") fails, its records are misses; the others stay in use, and it is tried again later.
+A disk is called a path. If one fails, its records are misses; the other paths stay in use, and the failed one
+is tried again later.
 """
 
 from __future__ import annotations

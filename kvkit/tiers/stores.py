@@ -1,4 +1,4 @@
-"""Opens the store at a URL: a folder, a bucket, or any other store of fsspec."""
+"""Open the store at a URL: a folder, a bucket, or any other store of fsspec."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from fsspec.utils import get_protocol
 from kvkit.format.urls import hide, shown
 from kvkit.tiers.base import ObjectStore
 from kvkit.tiers.folder import Folder
-from kvkit.tiers.fsspec import FsspecRoot, FsspecStore, file_system_at, make_cache_folders
+from kvkit.tiers.fsspec import FsspecCalls, FsspecRoot, FsspecStore, file_system_at, make_cache_folders
 from kvkit.tiers.registry import TIERS, kind_of
 from kvkit.tiers.settings import TierConfig
 from kvkit.workers import within
@@ -45,7 +45,7 @@ def open_store(tier: str, url: str, config: TierConfig) -> ObjectStore:
             ) from None
         if connection is None or not isinstance(connection[0], LocalFileSystem):
             hidden = partial(hide, url=url, options=options)
-            return FsspecStore(connect, hidden, config.timeout_s, connection)
+            return FsspecStore(FsspecCalls(connect, hidden, config.timeout_s, connection))
         if options:
             raise ValueError(f"options: {', '.join(options)}: a folder has none")
         return Folder(connection[1], config.fsync, config.access)

@@ -363,12 +363,12 @@ CACHE_MUTANTS = (
         "a trial that ends undecided stays under way",
         HEALTH,
         """\
-            if self._trial:
-                self._trial, self._until = False, now
+            if self._trial_pending:
+                self._trial_pending, self._paused_until = False, now
 """,
         """\
-            if self._trial:
-                self._until = now + 1e9
+            if self._trial_pending:
+                self._paused_until = now + 1e9
 """,
     ),
     Mutant(

@@ -1,4 +1,4 @@
-"""Eviction policies: they choose which evictable record is evicted first.
+"""Eviction policies, each of which chooses the evictable record to evict first.
 
 A policy sees the records of one `EvictionState`, which keeps them in one or two queues. To add one, define a
 class above `POLICIES`, or in another package (`kvkit.tiers.eviction.plugins`).
@@ -15,7 +15,7 @@ from typing import ClassVar
 SMALL, MAIN = 0, 1
 """The queues: unless `EvictionPolicy.queued`, all records are in the first."""
 NORMAL, HIGHEST = 35, 100
-"""The default and the highest priority; the lowest is 0. TensorRT-LLM has the same ones."""
+"""The default and the highest priority; the lowest is 0. TensorRT-LLM has the same priorities."""
 
 
 def prevails(given: int, before: int) -> bool:
@@ -75,9 +75,9 @@ class EvictionPolicy(ABC):
 
     @abstractmethod
     def rank(self, entry: Entry) -> int:
-        """Return the entry's rank; the lowest rank in a queue is evicted first.
+        """Return the entry's rank; in a queue, the entry with the lowest rank is evicted first.
 
-        It must depend on the entry alone, and must not fall while the record is held.
+        The rank must depend on the entry alone, and must not fall while the record is held.
         """
 
     def queue_of(self, name: str, size: int, room: int) -> int:
@@ -110,6 +110,7 @@ class _Ghosts:
     bytes: int = 0
 
     def add(self, name: str, size: int, room: int) -> None:
+        """Add a name, and forget the oldest ones above `room` bytes."""
         self.sizes[name] = size
         self.bytes += size
         while self.bytes > room:
@@ -149,9 +150,10 @@ class LFU(EvictionPolicy):
 class S3FIFO(EvictionPolicy):
     """S3-FIFO, with two queues (https://doi.org/10.1145/3600006.3613147).
 
-    New records enter a small queue, a tenth of the capacity. At its head they move to the main queue if they
-    were used more than once; otherwise they are evicted. Names evicted there are remembered, and enter the
-    main queue if they return. A record used in the main queue goes back to its end and loses one use.
+    New records enter a small queue, a tenth of the capacity. At its head, a record that was used more than
+    once moves to the main queue; others are evicted. The names of those are remembered, and enter the main
+    queue if they return. A record that was used moves from the head of the main queue to its end, and loses
+    one use.
     """
 
     name = "s3fifo"
@@ -190,7 +192,7 @@ class ARC(EvictionPolicy):
     """Adaptive replacement cache (Megiddo and Modha, FAST 2003).
 
     One queue is for records used once, the other for records used again. Each evicts the least recently used
-    record. Evicted names are remembered: if one returns, its queue was too short and gets more room.
+    record. Evicted names are remembered: if one returns, its queue was too short and gets more bytes.
     """
 
     name = "arc"

@@ -4,8 +4,8 @@ Records form chains: a chunk is useless without its parent. So only leaves, reco
 follows, are evicted, and a chain shrinks from its end. Among the leaves of the lowest priority, the policy
 chooses (`kvkit.tiers.eviction.policies`).
 
-A lookup counts as a use of the records that it finds, and so does the store that ends the same request. So
-policies treat a record as used again only from its second use.
+A lookup counts as a use of the records that it finds, and so does the store at the end of the same request.
+So policies treat a record as used again only from its second use.
 """
 
 from __future__ import annotations
@@ -111,9 +111,9 @@ def add_run(
     """Add `names`, a chain of records of `size` bytes after `parent`, until one has no room.
 
     Mutates `state`. A name that is held already is touched. Victims are removed from `state`; the caller must
-    evict them before it adds the records. A victim is never pinned at the time `now`, an ancestor of a name,
-    or refused by `may_evict` (None: permits all). For a name without room nothing is evicted, and the names
-    that follow it have no room either.
+    evict them before it writes the records. A record is no victim if it is pinned at the time `now`, is an
+    ancestor of a name, or is refused by `may_evict` (None: permits all). For a name without room nothing is
+    evicted, and the names that follow it are not added.
 
     Returns:
         number of leading names that are held now, and the victims.
@@ -277,7 +277,7 @@ def _next_leaf(
 
 
 def _is_long(state: EvictionState, scope: str) -> bool:
-    """Return whether the first queue of `scope` has more than its share of the room."""
+    """Return whether the first queue of `scope` is longer than the policy wants it."""
     limit = (state.quota_bytes if scope else state.capacity_bytes) or 0
     return state.policy.is_long(state._bytes[scope, SMALL], limit, _room(state))
 
@@ -304,6 +304,7 @@ def _requeue(state: EvictionState, entry: Entry) -> None:
 
 
 def _hold(state: EvictionState, entry: Entry) -> None:
+    """Add an entry."""
     state.entries[entry.name] = entry
     entry.followers = state._awaited.pop(entry.name, 0)
     if entry.parent is not None:
@@ -313,6 +314,7 @@ def _hold(state: EvictionState, entry: Entry) -> None:
 
 
 def _forget(state: EvictionState, name: str) -> Entry:
+    """Remove and return an entry."""
     entry = state.entries.pop(name)
     state._fresh.pop(name, None)
     if entry.followers:
@@ -324,6 +326,7 @@ def _forget(state: EvictionState, name: str) -> Entry:
 
 
 def _count(state: EvictionState, entry: Entry, size: int) -> None:
+    """Count `size` more bytes (fewer if negative) for the scopes and the queue of an entry."""
     state.used_bytes += size
     if state.policy.queued or state.quota_bytes is not None:
         for scope in _scopes(state, entry):
@@ -339,6 +342,7 @@ def _offer(state: EvictionState, entry: Entry) -> None:
 
 
 def _push_fresh(state: EvictionState) -> None:
+    """Move the fresh leaves to their heaps."""
     while state._fresh:
         entry = state.entries[state._fresh.popitem()[0]]
         item = entry.priority, state.policy.rank(entry), entry.ticket, entry.name
@@ -347,6 +351,7 @@ def _push_fresh(state: EvictionState) -> None:
 
 
 def _scopes(state: EvictionState, entry: Entry) -> tuple[str, ...]:
+    """Return the scopes that an entry counts in: all records (""), and its owner if there is a quota."""
     return ("",) if state.quota_bytes is None or not entry.owner else ("", entry.owner)
 
 

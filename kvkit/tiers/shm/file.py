@@ -60,10 +60,10 @@ def pool_path(url: str) -> str:
     Raises:
         ValueError: `url` is not shm://<name>.
     """
-    found = _NAME.fullmatch(url)
-    if found is None:
+    match = _NAME.fullmatch(url)
+    if match is None:
         raise ValueError(f"url={url!r}: want shm://<name>, of 1 to 64 letters, digits, '.', '_' and '-'")
-    return f"/dev/shm/kvkit-{os.geteuid()}-{found[1]}"
+    return f"/dev/shm/kvkit-{os.geteuid()}-{match[1]}"
 
 
 def capacity_at(path: str) -> int:
@@ -180,12 +180,12 @@ class PoolFile:
         raise _unstable(self.path)
 
     def _is_at_path(self) -> bool:
-        """Return whether the path leads to this file, as far as the file system tells."""
+        """Return whether the file is still at its path; True if that is unknown."""
         try:
             return os.path.samestat(self._opened, os.lstat(self.path))
         except (FileNotFoundError, NotADirectoryError):
             return False
-        except OSError:  # unknown
+        except OSError:
             return True
 
     def _lock(self, kind: int, byte: int) -> bool:

@@ -21,13 +21,14 @@ log = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
-_THREADS = 2  # they only copy in memory
+_THREADS = 2
+"""Default threads of a tier, which only copy in memory."""
 
 
 class ShmTier(Tier):
     """Records in slots of a `Pool`, which callers borrow; a put copies its slot once.
 
-    After the pool's file was removed, the tier fails, and frees the memory when the last lease is released.
+    If the pool's file is removed, the tier fails, and frees the memory when the last lease is released.
 
     Args:
         path: path of the pool's file.
@@ -94,7 +95,7 @@ class ShmTier(Tier):
             try:
                 if pool_error:
                     raise pool_error
-                # in the order of the names, so that each finds its parent
+                # here, in the order of the names, so that the pool has the parent of each record
                 slot = self._call(partial(self._take, name, share))
             except OSError as error:
                 if not isinstance(error, TierFull | DamagedObject):
@@ -129,7 +130,7 @@ class ShmTier(Tier):
             pool.close()
 
     def _call(self, use: Callable[[Pool], T]) -> T:
-        """Return the result of `use` for the pool.
+        """Return use(pool).
 
         Raises:
             PoolRemoved: the pool was removed.
@@ -145,13 +146,13 @@ class ShmTier(Tier):
             raise
 
     def _abandon(self, pool: Pool, error: PoolRemoved) -> None:
-        """Release a removed pool: other processes need its memory and use another pool."""
+        """Stop using a removed pool, whose memory other processes need."""
         with self._lock:
             if self._pool is not pool:
                 return
             self._pool = None
         log.warning(
-            "tier %r: %s; this process stops using it and frees its memory. Restart the process to join the "
+            "tier %r: %s; this process stops using it and frees its memory. Restart the process to use the "
             "pool that others may have made since",
             self.name,
             str(error),  # the error's traceback would keep the pool for as long as the log record exists
@@ -162,11 +163,13 @@ class ShmTier(Tier):
             ).start()
 
     def _take(self, name: str, share: Lease, pool: Pool) -> Lease | None:
+        """Lease a slot for the record in `share`; None if the pool holds it."""
         slot = pool.take(name, share.used, parent_name(share.buffer, name))
         self.evicted = pool.evicted
         return slot
 
     def _write(self, name: str, slot: Lease, source: Lease) -> None:
+        """Copy a record into its slot, and publish it."""
         error: BaseException | None = None
         try:
             with slot:
@@ -177,7 +180,8 @@ class ShmTier(Tier):
         self._complete(name, error)
 
     def _complete(self, name: str, error: BaseException | None) -> None:
+        """Complete all pending puts of a record."""
         with self._lock:
-            ended = self._puts.pop(name)
-        for lease, on_complete in ended:
+            puts = self._puts.pop(name)
+        for lease, on_complete in puts:
             complete(on_complete, name, lease, error)

@@ -53,7 +53,7 @@ class Completions:
 
 
 def record_names(count: int, space: str = "0123456789abcdef") -> list[str]:
-    """Return the names of `count` objects, in the form that `kvkit.format.names` describes."""
+    """Return the names of `count` objects, as `kvkit.format.names` describes them."""
     return [f"{space}/0/c.{i}.{i * 7919}.0.0.0.0" for i in range(count)]
 
 
@@ -101,6 +101,7 @@ def _expect(tier: Tier, staging: Staging, names: Sequence[str], sizes: Sequence[
 
 
 def _in_order(names: Sequence[str], done: Completions) -> list[OSError | None]:
+    """Wait for the completion of each name; return the errors in the order of `names`."""
     errors: dict[str, OSError | None] = {}
     for name, error in done.wait(len(names)):
         assert name not in errors, f"{name} completed twice"
@@ -151,7 +152,7 @@ class TierContract:
         assert tier.borrow(names[0]) is None
         assert list(tier.scan()) == []
 
-    def test_what_was_put_is_got(self, tier: Tier, staging: Staging) -> None:
+    def test_what_was_put_is_read(self, tier: Tier, staging: Staging) -> None:
         sizes = [1, 4095, 4096, 4097, SLOT_BYTES - 1, SLOT_BYTES]
         names = record_names(len(sizes))
         for name, size in zip(names, sizes, strict=True):
@@ -215,7 +216,7 @@ class TierContract:
         assert put(tier, staging, [names[1]]) == [None]
         assert tier.match_prefix(names) == 3
 
-    def test_who_watches_hears_what_is_held(self, tier: Tier, staging: Staging) -> None:
+    def test_a_listener_gets_every_change(self, tier: Tier, staging: Staging) -> None:
         """Only for tiers with `reports_evictions`."""
         names, held = record_names(RECORDS), dict[str, bool]()
         tier.subscribe(lambda reported, now: held.update(dict.fromkeys(reported, now)))

@@ -18,7 +18,9 @@ from kvkit.tiers.base import OnComplete, Ranges, Tier, complete
 _Start = Callable[[Sequence[Lease], OnComplete], None]
 
 
-def _passed_on(method: str) -> Callable[..., Any]:
+def _delegated(method: str) -> Callable[..., Any]:
+    """Return a method of `Wrapper` that calls that of the same name of the inner tier."""
+
     def call(self: Wrapper, *args: Any, **named: Any) -> Any:
         return getattr(self.inner, method)(*args, **named)
 
@@ -37,20 +39,20 @@ class Wrapper(Tier):
         super().limit(slot_bytes)
         self.inner.limit(slot_bytes)
 
-    match_prefix = _passed_on("match_prefix")
-    get = _passed_on("get")
-    put = _passed_on("put")
-    delete = _passed_on("delete")
-    size = _passed_on("size")
-    scan = _passed_on("scan")
-    borrow = _passed_on("borrow")
-    get_ranges = _passed_on("get_ranges")
-    waiting = _passed_on("waiting")
-    subscribe = _passed_on("subscribe")
-    pin = _passed_on("pin")
-    prioritise = _passed_on("prioritise")
-    describe = _passed_on("describe")
-    close = _passed_on("close")
+    match_prefix = _delegated("match_prefix")
+    get = _delegated("get")
+    put = _delegated("put")
+    delete = _delegated("delete")
+    size = _delegated("size")
+    scan = _delegated("scan")
+    borrow = _delegated("borrow")
+    get_ranges = _delegated("get_ranges")
+    waiting = _delegated("waiting")
+    subscribe = _delegated("subscribe")
+    pin = _delegated("pin")
+    prioritise = _delegated("prioritise")
+    describe = _delegated("describe")
+    close = _delegated("close")
 
 
 class LatencyTier(Wrapper):
@@ -76,10 +78,10 @@ class LatencyTier(Wrapper):
         return self.inner.match_prefix(names)
 
     def get(self, names: Sequence[str], leases: Sequence[Lease], on_complete: OnComplete) -> None:
-        self._later(self._get_s, partial(self.inner.get, names), leases, on_complete)
+        self._start_later(self._get_s, partial(self.inner.get, names), leases, on_complete)
 
     def put(self, names: Sequence[str], leases: Sequence[Lease], on_complete: OnComplete) -> None:
-        self._later(self._put_s, partial(self.inner.put, names), leases, on_complete)
+        self._start_later(self._put_s, partial(self.inner.put, names), leases, on_complete)
 
     def close(self) -> None:
         self._closing.set()
@@ -89,7 +91,10 @@ class LatencyTier(Wrapper):
             thread.join()
         self.inner.close()
 
-    def _later(self, seconds: float, start: _Start, leases: Sequence[Lease], on_complete: OnComplete) -> None:
+    def _start_later(
+        self, seconds: float, start: _Start, leases: Sequence[Lease], on_complete: OnComplete
+    ) -> None:
+        """Start an operation after a delay, with shares of its slots."""
         shares = [lease.share() for lease in leases]
 
         def wait_and_start() -> None:
@@ -160,8 +165,8 @@ class FaultyTier(Wrapper):
         with self._lock:
             self._released.set()
             hanging, self._hanging = self._hanging, []
-        for go_on in hanging:
-            go_on()
+        for resume in hanging:
+            resume()
 
     @property
     def hanging(self) -> int:
@@ -171,7 +176,7 @@ class FaultyTier(Wrapper):
 
     def match_prefix(self, names: Sequence[str]) -> int:
         if names:
-            self._meet("count", names[0])
+            self._apply_fault("count", names[0])
         return self.inner.match_prefix(names)
 
     def get(self, names: Sequence[str], leases: Sequence[Lease], on_complete: OnComplete) -> None:
@@ -182,15 +187,15 @@ class FaultyTier(Wrapper):
 
     def delete(self, names: Sequence[str]) -> None:
         for name in names:
-            self._meet("delete", name)
+            self._apply_fault("delete", name)
             self.inner.delete([name])
 
     def size(self, name: str) -> int | None:
-        self._meet("size", name)
+        self._apply_fault("size", name)
         return self.inner.size(name)
 
     def get_ranges(self, name: str, ranges: Ranges, buffers: Sequence[memoryview]) -> None:
-        self._meet("get", name)
+        self._apply_fault("get", name)
         self.inner.get_ranges(name, ranges, buffers)
         if self._plan("get", name) in (Fault.FLIP, Fault.TRUNCATE):
             buffers[-1][0] ^= 1
@@ -202,7 +207,7 @@ class FaultyTier(Wrapper):
         self.release()
         self.inner.close()
 
-    def _meet(self, operation: str, name: str) -> None:
+    def _apply_fault(self, operation: str, name: str) -> None:
         """Apply the fault of a synchronous operation."""
         fault = self._plan(operation, name)
         if fault is Fault.FAIL:
@@ -225,7 +230,7 @@ class FaultyTier(Wrapper):
             elif fault is Fault.DROP:
                 complete(on_complete, name, lease.share(), None)
             elif fault in (Fault.FLIP, Fault.TRUNCATE):
-                start([name], [lease], partial(self._spoil, fault, lease.share(), on_complete))
+                start([name], [lease], partial(self._corrupt, fault, lease.share(), on_complete))
             elif fault is not Fault.HANG or not self._hang(partial(start, [name]), lease, on_complete):
                 start([name], [lease], on_complete)
 
@@ -233,19 +238,19 @@ class FaultyTier(Wrapper):
         """Keep an operation, with a share of its slot, until `release`; return False if that was called."""
         share = lease.share()
 
-        def go_on() -> None:
+        def resume() -> None:
             with share:
                 start([share], on_complete)
 
         with self._lock:
             if not self._released.is_set():
-                self._hanging.append(go_on)
+                self._hanging.append(resume)
                 return True
         share.release()
         return False
 
     @staticmethod
-    def _spoil(
+    def _corrupt(
         fault: Fault, lease: Lease, on_complete: OnComplete, name: str, error: BaseException | None
     ) -> None:
         """Corrupt the record that was read, then report success."""
