@@ -24,10 +24,11 @@ import numpy as np
 from kvkit.format.layout import KVLayout, Namespace
 from kvkit.format.quantised import check_quantisable
 from kvkit.format.rope import Rotation
-from kvkit.kernels.pages.streams import CudaEvents, marks
+from kvkit.kernels.pages.streams import marks
 from kvkit.staging import Lease, Staging
 from kvkit.tiers.base import Tier
 from kvkit.tiers.health import HealthState
+from kvkit.transfer.clearing import clear
 from kvkit.transfer.closing import close
 from kvkit.transfer.counters import Counts
 from kvkit.transfer.layer_load import LayerLoad
@@ -381,7 +382,8 @@ class Cache:
                 released without waiting for these tiers, but some copies may be unneeded.
         """
         pages = check_pages(pages, chunks, len(chunks), self.layout)
-        targets, after = self._targets(to, chunks), () if ready else _marks(pages)
+        after = () if ready else marks(group.pages.device for group in pages)
+        targets = self._targets(to, chunks)
         store = Store(self.writes, chunks, pages, targets, ready, on_stored, on_done, copy_first, after)
         return store.start(self._threads.storing)
 
@@ -446,7 +448,7 @@ class Cache:
         """
         if tier not in self.tiers:
             raise CacheError(f"tier={tier!r}: no such tier; the tiers are {', '.join(self.tiers)}")
-        return self.tier_set.clear(tier, self.timeout_s if timeout_s is None else timeout_s)
+        return clear(self.tier_set, tier, self.timeout_s if timeout_s is None else timeout_s)
 
     def check_integrity(self) -> None:
         """Raise `AssertionError` if a slot is lost, which is a defect in kvkit or in a tier."""
@@ -478,7 +480,8 @@ class Cache:
     @property
     def tier_set(self) -> TierSet:
         """The tiers with their health and counters."""
-        return self.writes.tiers
+        self._fork_guard.check()
+        return self._all_writes.tiers
 
     @property
     def writes(self) -> WritePipeline:
@@ -494,7 +497,8 @@ class Cache:
         pages = check_pages(pages, hit.chunks, hit.plan.chunks, self.layout)
         if rotate is not None:
             rotate.resolve(hit.plan.chunks, hit.chunks.chunk_tokens)
-        return Load(self.tier_set, self.writes, hit, pages, rotate, _marks(pages))
+        writes, after = self.writes, marks(group.pages.device for group in pages)
+        return Load(writes.tiers, writes, hit, pages, rotate, after)
 
 
 class _Threads:
@@ -530,8 +534,3 @@ def _only_space(namespace: Namespace, model: str | None, salt: str) -> Namespace
     if model not in (None, namespace.model):
         raise UnknownModel(f"model = {model!r}: not known here; want {namespace.model!r}")
     return replace(namespace, salt=salt) if salt else namespace
-
-
-def _marks(pages: Sequence[SequencePages]) -> CudaEvents:
-    """Record events for the work queued so far on the calling thread's current streams."""
-    return marks(group.pages.device for group in pages)

@@ -40,7 +40,7 @@ class ForkGuard:
 
     def check(self) -> None:
         """Raise `Forked` in a fork. Call before taking locks, which the parent's threads may have held."""
-        if not self.is_here:
+        if os.getpid() != self._pid:
             raise Forked(
                 f"{self._what} was opened in process {self._pid}, and this is process {os.getpid()}, forked "
                 "since: open one in each process, after the fork"

@@ -27,7 +27,7 @@ from kvkit.tiers.objects import ObjectTier
 from kvkit.tiers.settings import TierConfig
 from kvkit.tiers.testing.contract import DEADLINE_S
 from kvkit.tiers.testing.faulty import Fault, FaultyTier, Wrapper
-from kvkit.transfer import tier_set
+from kvkit.transfer import clearing
 from kvkit.transfer.policy import Policy, PolicyError
 from kvkit.transfer.sequence import largest_record_bytes
 
@@ -523,7 +523,7 @@ def test_clear_has_a_deadline(method: str, tmp_path: Path) -> None:
 
 
 def test_clear_deletes_more_records_than_go_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(tier_set, "CLEARED_AT_ONCE", 2)
+    monkeypatch.setattr(clearing, "CLEARED_AT_ONCE", 2)
     engine, tokens = make_engine(), sequence(40)
     table = engine.table(len(tokens))
     with open_cache(engine, tmp_path) as cache:

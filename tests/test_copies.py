@@ -23,8 +23,8 @@ from kvkit.tiers.settings import TierConfig
 from kvkit.tiers.shm.file import pool_path
 from kvkit.tiers.shm.tier import ShmTier
 from kvkit.tiers.testing.contract import put
-from kvkit.transfer import read_pipeline as reads
-from kvkit.transfer.read_pipeline import exchange_tier
+from kvkit.transfer import shared_reads
+from kvkit.transfer.shared_reads import exchange_tier
 from kvkit.transfer.tier_set import TierSet
 
 CHUNKS = 7
@@ -127,7 +127,7 @@ def stored(tmp_path: Path) -> Path:
 def test_each_reads_every_nth_chunk_and_meets_the_others_in_a_pool(
     stored: Path, pool: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(reads, "EXCHANGE_WAIT_S", DEADLINE_S)
+    monkeypatch.setattr(shared_reads, "EXCHANGE_WAIT_S", DEADLINE_S)
     with ExitStack() as stack:
         ranks = opened(stack, 2, stored, pool)
         names = ranks[0].cache.lookup(TOKENS).chunks.names

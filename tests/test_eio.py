@@ -30,7 +30,7 @@ from kvkit.tiers.health import FAILURES_TO_PAUSE, PAUSES_S
 from kvkit.tiers.objects import ObjectTier
 from kvkit.tiers.settings import TierConfig
 from kvkit.tiers.testing.contract import DEADLINE_S, SLOT_BYTES, SLOTS, get, put, record_bytes, record_names
-from kvkit.transfer import tier_calls, tier_set
+from kvkit.transfer import tier_set
 from kvkit.transfer.policy import Policy
 
 Run = Callable[..., None]
@@ -164,8 +164,7 @@ def reads_that_fail(others: tuple[str, ...], folder: Path) -> None:
             load(last, "".join(others), elsewhere)
             assert sum(cache.counts().damaged.values()) == FAILURES_TO_PAUSE, "it was asked"
         later = SimpleNamespace(monotonic=lambda: time.monotonic() + PAUSES_S[0])
-        for module in (tier_set, tier_calls):
-            patch.setattr(module, "time", later)
+        patch.setattr(tier_set, "time", later)
         assert cache.tier_states()["broken"] == "half-open"
         load(last, "broken", 5)
         assert cache.tier_states() == {"broken": "ok", "sound": "ok"}

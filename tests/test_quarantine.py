@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from kvkit.tiers.testing.contract import record_names
-from kvkit.transfer.quarantine import MAX_QUARANTINED, QUARANTINE_S, Quarantine
+from kvkit.transfer.tier_set import MAX_QUARANTINED, QUARANTINE_S, Quarantine
 
 
 def test_a_record_is_shunned_in_its_tier_for_a_while() -> None:

@@ -20,7 +20,6 @@ from kvkit.tiers.health import PAUSES_S
 from kvkit.tiers.objects import ObjectTier
 from kvkit.tiers.settings import TierConfig
 from kvkit.tiers.testing.faulty import Fault, FaultyTier, Wrapper
-from kvkit.transfer import tier_calls
 from kvkit.transfer import tier_set as access
 from kvkit.transfer.tier_set import ASKING_THREADS
 from kvkit.workers import Transfer
@@ -316,8 +315,7 @@ def test_a_tier_is_not_tried_while_its_late_reads_keep_slots(
         assert cache.load(stale, place).tokens == 0
         assert staging.free == 5
         later = SimpleNamespace(monotonic=lambda: time.monotonic() + PAUSES_S[0])
-        for module in (access, tier_calls):
-            monkeypatch.setattr(module, "time", later)
+        monkeypatch.setattr(access, "time", later)
         for _ in range(3):
             assert cache.tier_states() == {"disk": "half-open"}
             assert cache.lookup(tokens).tokens == 0

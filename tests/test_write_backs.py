@@ -19,7 +19,7 @@ from kvkit.tiers.memory import MemoryTier
 from kvkit.tiers.objects import ObjectTier
 from kvkit.tiers.testing.faulty import Fault, FaultyTier, Wrapper
 from kvkit.transfer import sequence as sequences
-from kvkit.transfer.read_pipeline import PlanReads
+from kvkit.transfer.read_pipeline import PlanReads, RecordRead
 
 
 class Logged(Wrapper):
@@ -56,7 +56,7 @@ def when_used(monkeypatch: pytest.MonkeyPatch, chunks: int) -> threading.Event:
     taken = 0
     take = PlanReads.take
 
-    def note(reads: PlanReads) -> list[Lease]:
+    def note(reads: PlanReads) -> list[RecordRead]:
         nonlocal taken
         if taken >= chunks:
             event.set()

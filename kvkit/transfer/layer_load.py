@@ -20,7 +20,6 @@ from kvkit.format import record
 from kvkit.kernels.pages.api import unpack
 from kvkit.kernels.pages.streams import marks
 from kvkit.staging import Lease, StagingTimeout, release_all
-from kvkit.transfer import tier_calls
 from kvkit.transfer.layer_reads import LayeredRecord, LayerReads, LayersReads, WholeRead
 from kvkit.transfer.layers import Layer, layers_of
 from kvkit.transfer.lookup import nearest
@@ -115,7 +114,7 @@ class LayerLoad:
         """Unpack the leading run of a layer; the first failed chunk ends the run for later layers, too."""
         done, record_format, pages = 0, self._chunks.formats[layer.group], self._pages[layer.group]
         while done < self._count:
-            ready = self._reads.take_reads()
+            ready = self._reads.take()
             tier, failed = self._reads.tier, self._reads.failed
             try:
                 if failed is not None:
@@ -179,7 +178,7 @@ class LayerLoad:
                 reads.setdefault(entry.tier, []).append(WholeRead(entry.name, lease, entry.coming))
             entry.lease = lease
         for tier, jobs in reads.items():
-            tier_calls.get(self._tier_set, tier, jobs)
+            self._tier_set.get(tier, jobs)
 
     def _write_back(self) -> None:
         """Put the verified run into the write-back tiers, up to the first record without a slot."""

@@ -104,7 +104,6 @@ class LayerReads(SegmentReads):
     ) -> None:
         super().__init__(tiers, chunks, segment)
         self.per_chunk = 1
-        self._exchange_tier = None  # ranks share whole records only
         self._layer = layer
         self._form = chunks.formats[layer.group]
         self._range = record.layer_range(self._form, layer.index)
@@ -123,7 +122,8 @@ class LayerReads(SegmentReads):
         leases: list[Lease] = []
         # others do not release slots for read-ahead
         if slots and (staging.free >= slots or (wait and remaining[0].lease is None)):
-            leases = self._acquire(slots, 1 if wait else slots, wait)
+            timeout_s, at_least = (self._tiers.timeout_s, 1) if wait else (0.0, slots)
+            leases = staging.acquire(slots, timeout_s, at_least, stopped=lambda: self._cancelled)
         free_pieces = ((lease, i * size) for lease in leases for i in range(per_slot))
         reads: list[RecordRead] = []
         for chunk, entry in enumerate(remaining, self.next):
@@ -153,7 +153,7 @@ class LayerReads(SegmentReads):
             error = caught
         read.done(error)
 
-    def _damage(self, read: RecordRead) -> None:
+    def find_damage(self, read: RecordRead) -> None:
         """Return None: `_read` has verified the layer."""
 
     def _read(self, read: RecordRead, slot: Lease) -> None:

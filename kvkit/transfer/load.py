@@ -1,7 +1,9 @@
-"""Loads: records from tiers into an engine's pages, host memory or leases."""
+"""Loads: records from tiers into an engine's pages, host memory or leases, and their write-backs."""
 
 from __future__ import annotations
 
+import threading
+from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import takewhile
@@ -17,8 +19,8 @@ from kvkit.transfer.plan import RetrievePlan, Segment
 from kvkit.transfer.policy import for_request
 from kvkit.transfer.read_pipeline import PlanReads, SegmentReads
 from kvkit.transfer.sequence import Chunks, Hit, Loaded, SequencePages, pages_at, snapshot_chunks
+from kvkit.transfer.shared_reads import shared_reads
 from kvkit.transfer.tier_set import TierSet
-from kvkit.transfer.write_backs import WriteBacks
 from kvkit.transfer.write_pipeline import WritePipeline
 from kvkit.workers import Stopped, Transfer
 
@@ -65,7 +67,10 @@ class Load:
                 segments = self._usable_segments()
                 if not segments:
                     continue
-                by_segment = [SegmentReads(self.tiers, self._chunks, segment) for segment in segments]
+                if self.tiers.copies == 1:
+                    by_segment = [SegmentReads(self.tiers, self._chunks, segment) for segment in segments]
+                else:
+                    by_segment = shared_reads(self.tiers, self._chunks, segments)
                 reads = PlanReads(self.tiers, by_segment, self.throttled)
                 transfer.when_stopped(reads.cancel)
                 try:
@@ -73,7 +78,7 @@ class Load:
                         if reads.short:
                             back.start()
                         # 3. verified records of one tier
-                        ready = reads.take()
+                        ready = [read.lease for read in reads.take()]
                         try:
                             if ready:  # 4. used, 5. written back, later
                                 self._use(reads.tier, self._done, ready)
@@ -145,6 +150,58 @@ class Load:
         for g, (record_format, group) in enumerate(by_group):
             payloads = [record.payload(record_format, lease.array) for lease in leases[g::groups]]
             group.fill(record_format, first, payloads, rotate, self.after)
+
+
+class WriteBacks:
+    """Records that one load writes back after its last read. Thread-safe.
+
+    Earlier writes would compete with the reads for processor and disk. A context manager that starts all
+    writes on exit. Held records occupy slots, so the writes start earlier if a caller waits for slots.
+    """
+
+    def __init__(self, writes: WritePipeline, chunks: Chunks, targets: Sequence[str]) -> None:
+        self._staging = writes.tiers.staging
+        self._writes = writes
+        self._chunks = chunks
+        self._targets = targets
+        self._held: deque[tuple[str, int, list[Lease]]] = deque()
+        # reentrant: a tier may lease a slot for a record, which calls `_reclaim` again
+        self._lock = threading.RLock()
+
+    def hold(self, tier: str, first: int, leases: Sequence[Lease]) -> None:
+        """Hold a share of validated records of `tier`, from chunk `first` on, if they are written back."""
+        if not self._writes.is_written_back(tier):
+            return
+        with self._lock:
+            self._held.append((tier, first, [lease.share() for lease in leases]))
+        if self._staging.waiting:
+            self.start()
+
+    def start(self) -> None:
+        """Start writing the held records."""
+        with self._lock:
+            while self._held:
+                tier, first, leases = self._held.popleft()
+                try:
+                    self._writes.write_back(tier, self._chunks, first, leases, self._targets)
+                finally:
+                    release_all(leases)
+
+    def __enter__(self) -> WriteBacks:
+        self._staging.on_shortage(self._reclaim)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._staging.off_shortage(self._reclaim)
+        self.start()
+
+    def _reclaim(self, _: int) -> None:
+        # the lock's holder starts them itself, or is in `hold` and will see the waiting caller
+        if self._lock.acquire(blocking=False):
+            try:
+                self.start()
+            finally:
+                self._lock.release()
 
 
 @dataclass(eq=False, kw_only=True)

@@ -6,7 +6,7 @@ import logging
 import threading
 import time
 from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from itertools import islice
 from typing import ClassVar
@@ -17,9 +17,7 @@ import numpy.typing as npt
 from kvkit.format import record
 from kvkit.staging import Lease, StagingTimeout, release_all
 from kvkit.tiers.base import DamagedObject
-from kvkit.transfer import tier_calls
 from kvkit.transfer.plan import Segment
-from kvkit.transfer.policy import for_request
 from kvkit.transfer.sequence import Chunks
 from kvkit.transfer.tier_set import TierSet
 from kvkit.workers import Stopped
@@ -32,11 +30,6 @@ MAX_IN_FLIGHT = 32
 THROTTLED_READS = 4
 """Maximum records requested by a throttled load, in multiples of a tier's `reads_at_once`. With less, a
 prefetch from two tiers loses the gain of reading them in parallel (benchmarks/bench_engine.py)."""
-
-POLL_S = 0.002
-"""Seconds between a load's checks for records that other ranks have read."""
-EXCHANGE_WAIT_S = 0.1
-"""Minimum seconds, from the start of a read, to wait for another rank before reading the record here."""
 
 
 class PlanReads:
@@ -74,15 +67,11 @@ class PlanReads:
         reads = self._reads[0]
         return None if reads.error is None else (reads.failed, reads.error)
 
-    def take(self) -> list[Lease]:
-        """Return verified leases of the next chunks of `tier`, for the caller to release.
+    def take(self) -> list[RecordRead]:
+        """Return verified reads of the next chunks of `tier`, whose leases the caller releases.
 
         If empty, `failed` has the reason.
         """
-        return [read.lease for read in self.take_reads()]
-
-    def take_reads(self) -> list[RecordRead]:
-        """Do what `take` does, and return the reads that have the leases."""
         while self._reads[0].first == self._reads[0].stop and len(self._reads) > 1:
             self._reads.popleft()
         first, *later = self._reads
@@ -150,8 +139,7 @@ class RecordRead:
         ended: the read succeeded or failed.
         error: why it failed.
         began: start time, on the monotonic clock.
-        awaited: another rank reads the record.
-        exchanged: the record was put into the exchange tier, or need not be.
+        awaited: another rank reads the record (`kvkit.transfer.shared_reads`).
     """
 
     reads: SegmentReads
@@ -165,11 +153,16 @@ class RecordRead:
     error: BaseException | None = None
     began: float = 0.0
     awaited: bool = False
-    exchanged: bool = False
 
     def done(self, error: BaseException | None) -> None:
-        """Verify the record, unless the tier failed to read it, and wake the load."""
-        self.reads.report(self, error)
+        """Note the end of the read, after verifying the record, and wake the load; from any thread."""
+        if self.ended:  # it was given up, and its slot may be reused
+            return
+        error = error or self.reads.find_damage(self)
+        with self.reads.changed:
+            self.reads.slowest_s = max(self.reads.slowest_s, time.monotonic() - self.began)
+            self.error, self.ended = error, True
+            self.reads.changed.notify()
 
     @property
     def data(self) -> npt.NDArray[np.uint8]:
@@ -177,25 +170,10 @@ class RecordRead:
         return self.lease.array[self.start : self.stop]
 
 
-@dataclass(frozen=True, slots=True)
-class ExchangedRecord:
-    """A record that is put into the exchange tier for other ranks; nobody waits for it."""
-
-    name: str
-    lease: Lease
-
-    def done(self, error: BaseException | None) -> None:
-        """Ignore the report: the other ranks read the record themselves if it does not come."""
-
-
 class SegmentReads:
     """The records of one segment, in order. Used by one thread.
 
     The thread that reads a record also verifies it, so a load has little left to do after its last read.
-
-    If there is an `exchange_tier`, ranks with equal KV share the reads: each rank reads every nth
-    chunk and puts it there for the others. If they are late, this rank reads their chunks and all later ones
-    itself.
 
     Attributes:
         tier: source tier.
@@ -204,6 +182,8 @@ class SegmentReads:
         in_flight: the records of chunks [first, next).
         error: the error that ended the reads early; None if there is none.
         failed: the record to blame for `error`; None if there is none.
+        slowest_s: seconds of the slowest read so far.
+        changed: notified when a read ends or `cancel` is called.
     """
 
     together: ClassVar[bool] = False
@@ -219,10 +199,9 @@ class SegmentReads:
         self.failed: str | None = None
         self._tiers = tiers
         self._chunks = chunks
-        self._exchange_tier = exchange_tier(tiers, segment.tier, chunks)
-        self._slowest_s = 0.0  # the slowest read so far
+        self.slowest_s = 0.0
+        self.changed = threading.Condition()
         self._cancelled = False
-        self._changed = threading.Condition()
 
     @property
     def unread(self) -> int:
@@ -272,21 +251,18 @@ class SegmentReads:
             self.first += 1
         return ready
 
-    def report(self, read: RecordRead, error: BaseException | None) -> None:
-        """Note the end of a read, after verifying the record; from any thread."""
-        if read.ended:  # it was given up, and its slot may be reused
-            return
-        error = error or self._damage(read)
-        with self._changed:
-            self._slowest_s = max(self._slowest_s, time.monotonic() - read.began)
-            read.error, read.ended = error, True
-            self._changed.notify()
+    def find_damage(self, read: RecordRead) -> DamagedObject | None:
+        """Verify a record; return what is wrong, or None."""
+        chunk, group = divmod(read.number, self._chunks.groups)
+        record_format, identity = self._chunks.formats[group], self._chunks.identity(chunk)
+        damage = record.verify(record_format, read.lease.buffer[: read.lease.used], *identity)
+        return None if damage is None else DamagedObject(f"{read.name}: {damage}", damage)
 
     def cancel(self) -> None:
         """Make waiting and later calls of `fill` and `take_ready` fail; from any thread."""
-        with self._changed:
+        with self.changed:
             self._cancelled = True
-            self._changed.notify()
+            self.changed.notify()
         self._tiers.staging.wake()
 
     def drop_from(self, start: int) -> None:
@@ -308,25 +284,16 @@ class SegmentReads:
         if lent := self._borrow(names):
             records = zip(numbers, names, lent, strict=False)
             return [RecordRead(self, *entry, lent=True, ended=True) for entry in records]
-        leases, now = self._acquire(len(names), self.per_chunk, wait), time.monotonic()
-        reads = [RecordRead(self, *entry, began=now) for entry in zip(numbers, names, leases, strict=False)]
-        for read in reads:
-            owned = self._tiers.owned_by_rank(self.tier, self._chunks, read.number // self.per_chunk)
-            read.awaited = self._exchange_tier is not None and not owned
-        return reads
-
-    def _acquire(self, at_most: int, at_least: int, wait: bool) -> list[Lease]:
-        """Lease slots, and `wait` for `at_least` of them."""
-        timeout_s = self._tiers.timeout_s if wait else 0.0
-        return self._tiers.staging.acquire(at_most, timeout_s, at_least, stopped=lambda: self._cancelled)
+        timeout_s, staging = self._tiers.timeout_s if wait else 0.0, self._tiers.staging
+        leases = staging.acquire(len(names), timeout_s, self.per_chunk, stopped=lambda: self._cancelled)
+        now = time.monotonic()
+        return [RecordRead(self, *entry, began=now) for entry in zip(numbers, names, leases, strict=False)]
 
     def _borrow(self, names: Sequence[str]) -> list[Lease]:
         """Take the leading chunks' records that are in slots already."""
-        tier, leases = self._tiers.tiers[self.tier], list[Lease]()
+        leases: list[Lease] = []
         for name in names:
-            storage_name = self._tiers.storage_name(self.tier, name)
-            lease = self._tiers.prefetched.take(storage_name) or tier.borrow(name)
-            if lease is None:
+            if (lease := self._tiers.borrow(self.tier, name)) is None:
                 break
             leases.append(lease)
         complete = len(leases) // self.per_chunk * self.per_chunk
@@ -335,78 +302,18 @@ class SegmentReads:
 
     def _start(self, reads: Sequence[RecordRead]) -> None:
         """Request records, at least one, from the tier."""
-        tier_calls.get(self._tiers, self.tier, reads)
-
-    def _exchange(self) -> None:
-        """Share records with other ranks: put those read here, take theirs, and read late ones here."""
-        if self._exchange_tier is None:
-            return
-        unshared = [r for r in self.in_flight if r.ended and not (r.error or r.exchanged or r.lent)]
-        for read in unshared:
-            read.exchanged = True
-        if unshared:
-            records = [ExchangedRecord(read.name, read.lease) for read in unshared]
-            tier_calls.put(self._tiers, self._exchange_tier, records)
-        awaited = [read for read in self.in_flight if read.awaited]
-        damaged = self._collect(self._exchange_tier, awaited)
-        late = [read for read in awaited if read.awaited and read not in damaged]
-        patience_s = max(EXCHANGE_WAIT_S, 2 * self._slowest_s)
-        if late and not self.unread and time.monotonic() > late[0].began + patience_s:
-            self._exchange_tier = None
-            damaged += late
-        for read in damaged:
-            read.awaited = False
-        if damaged:
-            self._start(damaged)
-
-    def _collect(self, source: str, awaited: Sequence[RecordRead]) -> list[RecordRead]:
-        """Take `awaited` records that other ranks put; return the damaged ones."""
-        tier, damaged = self._tiers.tiers[source], list[RecordRead]()
-        try:
-            run = tier.match_prefix([read.name for read in awaited])
-        except OSError:  # the exchange tier fails: the wait for other ranks times out
-            return []
-        for read in awaited[:run]:
-            lease = tier.borrow(read.name)
-            if lease is None:
-                break
-            own_lease, read.lease = read.lease, lease
-            if (damage := self._damage(read)) is None:
-                read.awaited, read.ended, read.exchanged = False, True, True
-                own_lease.release()
-            else:
-                read.lease = own_lease
-                lease.release()
-                self._tiers.drop(source, read.name, damage.damage)
-                damaged.append(read)
-        return damaged
-
-    def _damage(self, read: RecordRead) -> DamagedObject | None:
-        """Verify a record; return what is wrong, or None."""
-        chunk, group = divmod(read.number, self._chunks.groups)
-        record_format, identity = self._chunks.formats[group], self._chunks.identity(chunk)
-        damage = record.verify(record_format, read.lease.buffer[: read.lease.used], *identity)
-        return None if damage is None else DamagedObject(f"{read.name}: {damage}", damage)
+        self._tiers.get(self.tier, reads)
 
     def _wait(self, chunk: Sequence[RecordRead], deadline: float) -> None:
         """Wait for the records of a chunk; on failure, set `error` and `failed`."""
         for read in chunk:
             if read.lent:
-                read.lent, read.error = False, self._damage(read)
+                read.lent, read.error = False, self.find_damage(read)
 
         def finished() -> bool:
             return self._cancelled or any(r.error for r in chunk) or all(r.ended for r in chunk)
 
-        while True:
-            self._exchange()
-            left_s = deadline - time.monotonic()
-            with self._changed:
-                if self._changed.wait_for(
-                    finished, left_s if self._exchange_tier is None else min(left_s, POLL_S)
-                ):
-                    break
-            if time.monotonic() >= deadline:
-                break
+        self._wait_until(finished, deadline)
         late = None
         for read in chunk:
             if read.error is not None:
@@ -417,16 +324,7 @@ class SegmentReads:
             timeout = TimeoutError(f"tier {self.tier!r}: {late.name} timed out")
             self.error = Stopped() if self._cancelled else timeout
 
-
-def exchange_tier(tiers: TierSet, tier: str, chunks: Chunks) -> str | None:
-    """Return the tier where ranks with equal KV share their reads of `tier`; None: each reads everything.
-
-    It is in host memory, common to the ranks, exact, and written back to anyway.
-    """
-    source = tiers.tiers[tier]
-    if tiers.copies == 1 or source.in_memory or not source.shared_by_ranks or tier in tiers.approximate:
-        return None
-    targets = for_request(tiers.policy, chunks.policy).write_back_to
-    exact = [t for t in targets if t not in tiers.approximate]
-    common = (t for t in exact if tiers.tiers[t].in_memory and tiers.tiers[t].shared_by_ranks)
-    return next((t for t in common if not tiers.circuit_open(t)), None)
+    def _wait_until(self, finished: Callable[[], bool], deadline: float) -> None:
+        """Wait until `finished` returns True, or the deadline."""
+        with self.changed:
+            self.changed.wait_for(finished, deadline - time.monotonic())

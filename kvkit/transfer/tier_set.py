@@ -1,28 +1,27 @@
-"""The tier set: calls to tiers with timeouts, circuit breakers and counters."""
+"""The tier set: every call to a tier, with timeouts, circuit breakers, quarantine and counters."""
 
 from __future__ import annotations
 
 import logging
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections import OrderedDict
+from collections.abc import Callable, Collection, Iterator, Sequence
 from concurrent.futures import Future, wait
 from contextlib import contextmanager
 from functools import partial
-from itertools import islice
-from typing import TypeVar
+from typing import Protocol, TypeVar
 
 from kvkit.format.names import quantised_name
 from kvkit.format.record import Damage
-from kvkit.staging import Staging, StagingTimeout
-from kvkit.tiers.base import DamagedObject, HeldListener, Tier, UnreadableObject
+from kvkit.staging import Lease, Staging, StagingTimeout
+from kvkit.tiers.base import DamagedObject, HeldListener, OnComplete, Tier, TierError, UnreadableObject
 from kvkit.tiers.eviction.policies import NORMAL
 from kvkit.tiers.health import Health, HealthState
-from kvkit.transfer.counters import Counts
+from kvkit.transfer.counters import Counts, Direction
 from kvkit.transfer.pending_stores import PendingStores
 from kvkit.transfer.policy import Policy, RequestPolicy
 from kvkit.transfer.prefetched import Prefetched
-from kvkit.transfer.quarantine import Quarantine
 from kvkit.transfer.sequence import Chunks, Loaded
 from kvkit.workers import Closed, Stopped, Workers
 
@@ -37,8 +36,24 @@ ASKING_THREADS = 4
 """Threads for calls to a tier outside this process, so that callers can time out. Each tier has its own,
 because a hanging tier blocks them all."""
 
-CLEARED_AT_ONCE = 256
-"""Records deleted at a time to clear a tier; after the deadline, no more are deleted."""
+QUARANTINE_S = 600.0
+"""Seconds in quarantine. After that, reads and removal are tried again."""
+
+MAX_QUARANTINED = 4096
+"""Maximum over all tiers. Beyond that, the oldest are forgotten, which costs a load that ends early."""
+
+
+class TierJob(Protocol):
+    """One record on its way from or into a tier, and its slot."""
+
+    @property
+    def name(self) -> str: ...
+
+    @property
+    def lease(self) -> Lease: ...
+
+    def done(self, error: BaseException | None) -> None:
+        """Take the report that the tier has moved the record, or failed. Called once, from any thread."""
 
 
 class TierSet:
@@ -112,6 +127,28 @@ class TierSet:
         precision = self.tiers[tier].precision
         return name if precision is None else quantised_name(name, precision)
 
+    def borrow(self, tier: str, name: str) -> Lease | None:
+        """Take a prefetched record, or borrow it from its tier; None if it is in no slot."""
+        return self.prefetched.take(self.storage_name(tier, name)) or self.tiers[tier].borrow(name)
+
+    def get(self, tier: str, jobs: Sequence[TierJob]) -> None:
+        """Start reading records into their slots; each job is done once."""
+        call = _Call(self, tier, "get", jobs)
+        with self._lock:
+            self.reads_began[tier][call] = call.began
+        call.start(jobs, self.tiers[tier].get)
+
+    def put(self, tier: str, jobs: Sequence[TierJob]) -> None:
+        """Start writing records, except those in quarantine; each job is done once."""
+        now, accepted = time.monotonic(), list[TierJob]()
+        for job in jobs:
+            if self.quarantine.before(tier, [job.name], now):
+                accepted.append(job)
+            else:  # the tier would take the bad object for the record
+                job.done(TierError(f"tier {tier!r}: {job.name} is in quarantine and cannot be replaced"))
+        if accepted:
+            _Call(self, tier, "put", accepted).start(accepted, self.tiers[tier].put)
+
     def ask(self, tier: str, names: Sequence[str]) -> int:
         """Count the leading `names` that the tier holds; 0 if it fails.
 
@@ -135,7 +172,7 @@ class TierSet:
         tier = self.tiers[name]
         if tier.in_memory:
             return call(tier)
-        future = self._asking[name].submit(lambda: call(tier), urgent=True)
+        future = self._asking[name].submit(partial(call, tier), urgent=True)
         try:
             return future.result(self.timeout_s if timeout_s is None else max(0.0, timeout_s))
         finally:
@@ -180,48 +217,6 @@ class TierSet:
                 target.pin(names, policy.keep_s)
         except Exception as error:
             log.warning("tier %r could not retain records, which are evicted as usual: %s", tier, error)
-
-    def clear(self, tier: str, timeout_s: float) -> int:
-        """Delete every record of a tier that can be deleted, and end their quarantine; return how many.
-
-        Raises:
-            TimeoutError: some are left after `timeout_s` seconds.
-            OSError: some could not be deleted; all others are.
-        """
-        until = time.monotonic() + timeout_s
-        removed, failures = 0, dict[str, OSError]()
-
-        def step(call: Callable[[Tier], T]) -> T:
-            return self.bounded(tier, call, until - time.monotonic())
-
-        def delete(names: Sequence[str]) -> int:
-            try:
-                step(lambda target: target.delete(names))
-                self.notify(tier, names, False)
-            except TimeoutError:
-                raise
-            except OSError as error:
-                if len(names) > 1:
-                    return sum(delete([name]) for name in names)
-                failures[names[0]] = error
-                return 0
-            return len(names)
-
-        try:
-            records = step(lambda target: target.scan())
-            while names := step(lambda _: [name for name, _ in islice(records, CLEARED_AT_ONCE)]):
-                removed += delete(names)
-        except TimeoutError as error:
-            raise TimeoutError(
-                f"tier {tier!r}: not empty after {timeout_s} s; {removed} records are deleted"
-            ) from error
-        self.quarantine.forget(tier, failures)
-        if failures:
-            name, cause = next(iter(failures.items()))
-            raise OSError(
-                f"tier {tier!r}: {removed} records are deleted, {len(failures)} cannot be: {name}: {cause}"
-            ) from cause
-        return removed
 
     def ended(self, tier: str, name: str | None, error: BaseException) -> None:
         """Handle a failed read of a tier: record the failure, and drop record `name` if it is to blame.
@@ -326,3 +321,81 @@ class TierSet:
             return 0
         self.health[tier].answered(time.monotonic())
         return number
+
+
+class Quarantine:
+    """Names of quarantined records by tier. Thread-safe; `now` is the caller's clock, in seconds."""
+
+    def __init__(self) -> None:
+        self._until: OrderedDict[tuple[str, str], float] = OrderedDict()
+        self._lock = threading.Lock()
+
+    def add(self, tier: str, name: str, now: float) -> None:
+        """Quarantine a record. Mutates."""
+        with self._lock:
+            self._until[tier, name] = now + QUARANTINE_S
+            self._until.move_to_end((tier, name))
+            if len(self._until) > MAX_QUARANTINED:
+                self._until.popitem(last=False)
+
+    def forget(self, tier: str, but: Collection[str] = ()) -> None:
+        """End the quarantine of a tier's records, except those in `but`. Mutates."""
+        with self._lock:
+            for forgotten in [key for key in self._until if key[0] == tier and key[1] not in but]:
+                del self._until[forgotten]
+
+    def before(self, tier: str, names: Sequence[str], now: float) -> int:
+        """Count the `names` before the first one in quarantine."""
+        with self._lock:
+            while self._until and next(iter(self._until.values())) <= now:
+                self._until.popitem(last=False)
+            if not self._until:
+                return len(names)
+            return next((i for i, name in enumerate(names) if (tier, name) in self._until), len(names))
+
+
+class _Call:
+    """One call of `Tier.get` or `Tier.put`, until its last report. Thread-safe."""
+
+    def __init__(self, tiers: TierSet, tier: str, direction: Direction, jobs: Sequence[TierJob]) -> None:
+        self._tiers = tiers
+        self._tier = tier
+        self._direction = direction
+        # shares: when the tier reports, it has released its own, and another record may lie in the slot
+        self._unreported = {job.name: (job, job.lease.share()) for job in jobs}
+        self._records, self._bytes = len(jobs), 0
+        self._lock = threading.Lock()
+        self.began = time.monotonic()
+
+    def start(
+        self, jobs: Sequence[TierJob], move: Callable[[list[str], list[Lease], OnComplete], None]
+    ) -> None:
+        """Call `move`, the tier's `get` or `put`, for `jobs`, all of this call."""
+        try:
+            move([job.name for job in jobs], [job.lease for job in jobs], self._report)
+        except Exception as error:
+            log.exception("tier %r: %s failed", self._tier, self._direction)
+            for name in list(self._unreported):
+                self._report(name, error)
+
+    def _report(self, name: str, error: BaseException | None) -> None:
+        """Report a record to its job; count the call and its speed before its last report."""
+        with self._lock:
+            unreported = self._unreported.pop(name, None)
+            if unreported is None:  # reported before
+                return
+            job, share = unreported
+            self._bytes += 0 if error is not None else share.used
+            last = not self._unreported
+        share.release()
+        if (error is None and self._direction == "put") or isinstance(error, FileNotFoundError):
+            self._tiers.notify(self._tier, (name,), error is None)
+        if last:
+            now = time.monotonic()
+            with self._tiers.counting() as counts:
+                self._tiers.reads_began[self._tier].pop(self, None)
+                if self._bytes:
+                    counts.moved(self._tier, self._direction, self._bytes, now - self.began)
+            if self._bytes and self._direction == "get":
+                self._tiers.health[self._tier].worked(now, (now - self.began) / self._records)
+        job.done(error)

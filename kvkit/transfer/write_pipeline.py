@@ -21,7 +21,6 @@ from kvkit.format.record import RecordFormat
 from kvkit.staging import Lease, release_all
 from kvkit.tiers.base import TierFull
 from kvkit.transfer import plan as planning
-from kvkit.transfer import tier_calls
 from kvkit.transfer.pending_stores import PendingStore
 from kvkit.transfer.plan import RetrievePlan, Segment, StorePlan
 from kvkit.transfer.policy import RequestPolicy
@@ -310,7 +309,7 @@ class WritePipeline:
         if batch.ask_first:
             self._write_lacking(jobs)
         else:
-            tier_calls.put(self.tiers, batch.tier, jobs)
+            self.tiers.put(batch.tier, jobs)
 
     def _write_lacking(self, jobs: Sequence[WriteJob]) -> None:
         """Ask the tier in the background which records it has, and write the others."""
@@ -331,7 +330,7 @@ class WritePipeline:
                     self._describe(tier, formats)
                     for job, share in zip(jobs, shares, strict=True):
                         job.lease = share
-                    tier_calls.put(self.tiers, tier, jobs[run:])
+                    self.tiers.put(tier, jobs[run:])
             finally:
                 release_all(shares)
 

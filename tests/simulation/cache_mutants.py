@@ -6,9 +6,8 @@ from simulation.mutant import Mutant
 
 STAGING, WORKERS, PROMISES = "kvkit/staging.py", "kvkit/workers.py", "kvkit/transfer/pending_stores.py"
 READS, WRITES = "kvkit/transfer/read_pipeline.py", "kvkit/transfer/write_pipeline.py"
-TIERS, CALLS = "kvkit/transfer/tier_set.py", "kvkit/transfer/tier_calls.py"
+TIERS = "kvkit/transfer/tier_set.py"
 LOOKUP, STORE, LOAD = "kvkit/transfer/lookup.py", "kvkit/transfer/store.py", "kvkit/transfer/load.py"
-PREFETCHED, BACK = "kvkit/transfer/prefetched.py", "kvkit/transfer/write_backs.py"
 MEMORY, STORE_INDEX, BASE = "kvkit/tiers/memory.py", "kvkit/tiers/store_index.py", "kvkit/tiers/base.py"
 HEALTH, LAYERS = "kvkit/tiers/health.py", "kvkit/transfer/layer_reads.py"
 CLOSING = "kvkit/transfer/closing.py"
@@ -59,7 +58,7 @@ CACHE_MUTANTS = (
     ),
     Mutant(
         "a record that is reported twice is counted twice: two threads find it not reported yet",
-        CALLS,
+        TIERS,
         """\
         with self._lock:
             unreported = self._unreported.pop(name, None)
@@ -139,11 +138,11 @@ CACHE_MUTANTS = (
         "a load does not hear that its record was read",
         READS,
         """\
-            read.error, read.ended = error, True
-            self._changed.notify()
+            self.error, self.ended = error, True
+            self.reads.changed.notify()
 """,
         """\
-            read.error, read.ended = error, True
+            self.error, self.ended = error, True
 """,
     ),
     # waits
@@ -160,8 +159,8 @@ CACHE_MUTANTS = (
     Mutant(
         "a load waits for its records without a deadline",
         READS,
-        "left_s if self._exchange_tier is None else min(left_s, POLL_S)",
-        "None if self._exchange_tier is None else min(left_s, POLL_S)",
+        "self.changed.wait_for(finished, deadline - time.monotonic())",
+        "self.changed.wait_for(finished)",
     ),
     Mutant(
         "a question to a tier has no deadline",

@@ -1,0 +1,59 @@
+"""Clearing a tier: delete every record, under one deadline."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from itertools import islice
+from typing import TypeVar
+
+from kvkit.tiers.base import Tier
+from kvkit.transfer.tier_set import TierSet
+
+T = TypeVar("T")
+
+CLEARED_AT_ONCE = 256
+"""Records deleted at a time; after the deadline, no more are deleted."""
+
+
+def clear(tiers: TierSet, tier: str, timeout_s: float) -> int:
+    """Delete every record of a tier that can be deleted, and end their quarantine; return how many.
+
+    Raises:
+        TimeoutError: some are left after `timeout_s` seconds.
+        OSError: some could not be deleted; all others are.
+    """
+    until = time.monotonic() + timeout_s
+    removed, failures = 0, dict[str, OSError]()
+
+    def step(call: Callable[[Tier], T]) -> T:
+        return tiers.bounded(tier, call, until - time.monotonic())
+
+    def delete(names: Sequence[str]) -> int:
+        try:
+            step(lambda target: target.delete(names))
+            tiers.notify(tier, names, False)
+        except TimeoutError:
+            raise
+        except OSError as error:
+            if len(names) > 1:
+                return sum(delete([name]) for name in names)
+            failures[names[0]] = error
+            return 0
+        return len(names)
+
+    try:
+        records = step(lambda target: target.scan())
+        while names := step(lambda _: [name for name, _ in islice(records, CLEARED_AT_ONCE)]):
+            removed += delete(names)
+    except TimeoutError as error:
+        raise TimeoutError(
+            f"tier {tier!r}: not empty after {timeout_s} s; {removed} records are deleted"
+        ) from error
+    tiers.quarantine.forget(tier, failures)
+    if failures:
+        name, cause = next(iter(failures.items()))
+        raise OSError(
+            f"tier {tier!r}: {removed} records are deleted, {len(failures)} cannot be: {name}: {cause}"
+        ) from cause
+    return removed
