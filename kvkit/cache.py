@@ -257,7 +257,7 @@ class Cache:
     def load_layers(self, hit: Hit, pages: AllPages) -> LayerLoad:
         """Return an iterator that loads `hit` one layer at a time. Raises the errors of `load`."""
         pages = check_pages(pages, hit.chunks, hit.plan.chunks, self.layout)
-        return LayerLoad(self.tier_set, self.writes, self._threads.reading, hit, pages)
+        return LayerLoad(self.writes, self._threads.reading, hit, pages)
 
     def store_layers(
         self,
@@ -292,7 +292,7 @@ class Cache:
                 Raises `CacheError` if the tokens have fewer whole chunks.
         """
         chunks = self.chunks(tokens, namespace).part(first)
-        move = partial(prefetch, self.tier_set, self.writes, chunks)
+        move = partial(prefetch, self.writes, chunks)
         return Transfer.start(self._threads.prefetching, move)
 
     def get_non_blocking(
@@ -306,7 +306,7 @@ class Cache:
         chunks = self.chunks(tokens, namespace)
         if not 0 <= chunk < len(chunks):
             raise CacheError(f"chunk={chunk}: the tokens have {len(chunks)} whole chunks")
-        read = partial(read_chunk, self.tier_set, self.writes, chunks, chunk)
+        read = partial(read_chunk, self.writes, chunks, chunk)
         return Transfer.start(self._threads.loading, read)
 
     def store(
@@ -480,8 +480,7 @@ class Cache:
     @property
     def tier_set(self) -> TierSet:
         """The tiers with their health and counters."""
-        self._fork_guard.check()
-        return self._all_writes.tiers
+        return self.writes.tiers
 
     @property
     def writes(self) -> WritePipeline:
@@ -497,8 +496,7 @@ class Cache:
         pages = check_pages(pages, hit.chunks, hit.plan.chunks, self.layout)
         if rotate is not None:
             rotate.resolve(hit.plan.chunks, hit.chunks.chunk_tokens)
-        writes, after = self.writes, marks(group.pages.device for group in pages)
-        return Load(writes.tiers, writes, hit, pages, rotate, after)
+        return Load(self.writes, hit, pages, rotate, marks(group.pages.device for group in pages))
 
 
 class _Threads:

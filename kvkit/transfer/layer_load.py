@@ -26,7 +26,6 @@ from kvkit.transfer.lookup import nearest
 from kvkit.transfer.plan import clip
 from kvkit.transfer.policy import for_request
 from kvkit.transfer.sequence import Hit, Loaded, SequencePages
-from kvkit.transfer.tier_set import TierSet
 from kvkit.transfer.write_pipeline import WritePipeline
 from kvkit.workers import Workers
 
@@ -48,14 +47,13 @@ class LayerLoad:
 
     def __init__(
         self,
-        tiers: TierSet,
         writes: WritePipeline,
         readers: Mapping[str, Workers],
         hit: Hit,
         pages: Sequence[SequencePages],
     ) -> None:
         self._writes = writes
-        self._tier_set = tiers
+        self._tier_set = tiers = writes.tiers
         self._staging = tiers.staging
         self._chunks = chunks = hit.chunks
         self._pages = pages
@@ -125,7 +123,7 @@ class LayerLoad:
                     self._tier_set.ended(tier, name, error)
                 if ready:
                     self._tier_set.health[tier].worked(time.monotonic())
-                    rows = pages.rows(record_format, done, len(ready))
+                    rows = pages.rows_of(record_format, range(done, done + len(ready)))
                     unpack(layer.pages, [read.data for read in ready], **rows, after=self._after)
             finally:
                 release_all(read.lease for read in ready)

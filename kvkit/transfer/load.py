@@ -20,7 +20,6 @@ from kvkit.transfer.policy import for_request
 from kvkit.transfer.read_pipeline import PlanReads, SegmentReads
 from kvkit.transfer.sequence import Chunks, Hit, Loaded, SequencePages, pages_at, snapshot_chunks
 from kvkit.transfer.shared_reads import shared_reads
-from kvkit.transfer.tier_set import TierSet
 from kvkit.transfer.write_pipeline import WritePipeline
 from kvkit.workers import Stopped, Transfer
 
@@ -39,7 +38,6 @@ class Load:
         after: on a GPU, events to wait for before the pages may change; None: see `unpack`.
     """
 
-    tiers: TierSet
     writes: WritePipeline
     hit: Hit
     pages: Sequence[SequencePages]
@@ -49,6 +47,7 @@ class Load:
     """True if reads leave capacity of the tiers to other requests: see `PlanReads`."""
 
     def __post_init__(self) -> None:
+        self.tiers = self.writes.tiers
         self._chunks = self.hit.chunks
         self._plan = self.hit.plan
         self._done = 0  # chunks
@@ -114,7 +113,7 @@ class Load:
             snapshot = self._chunks.snapshot(chunk)
             hit = Hit(snapshot, find(self.tiers, snapshot, RetrievePlan(1)))
             pages = pages_at(self._states, chunk)
-            if Load(self.tiers, self.writes, hit, pages, None, self.after).run(transfer).tokens:
+            if Load(self.writes, hit, pages, None, self.after).run(transfer).tokens:
                 return chunk + 1
         return 0
 
@@ -240,7 +239,7 @@ class BorrowLoad(Load):
         self.leases += [lease.share() for lease in leases]
 
 
-def prefetch(tiers: TierSet, writes: WritePipeline, chunks: Chunks, transfer: Transfer[Any]) -> Hit:
+def prefetch(writes: WritePipeline, chunks: Chunks, transfer: Transfer[Any]) -> Hit:
     """Copy records of `chunks` from other tiers to the in-memory tiers that are written back to.
 
     Without such a tier, records stay in slots (`Prefetched`). Only the chunks from the first to the last
@@ -249,15 +248,16 @@ def prefetch(tiers: TierSet, writes: WritePipeline, chunks: Chunks, transfer: Tr
     Returns:
         The hit that is available when all is in host memory or `transfer` is stopped.
     """
-    hit = _prefetch_records(tiers, writes, chunks, transfer)
-    plan = with_states(tiers, chunks, hit.plan, 0.0)
+    hit = _prefetch_records(writes, chunks, transfer)
+    plan = with_states(writes.tiers, chunks, hit.plan, 0.0)
     if chunks.states and plan.chunks:
-        _prefetch_records(tiers, writes, chunks.snapshot(plan.chunks - 1), transfer)
+        _prefetch_records(writes, chunks.snapshot(plan.chunks - 1), transfer)
     return Hit(chunks, plan)
 
 
-def _prefetch_records(tiers: TierSet, writes: WritePipeline, chunks: Chunks, transfer: Transfer[Any]) -> Hit:
+def _prefetch_records(writes: WritePipeline, chunks: Chunks, transfer: Transfer[Any]) -> Hit:
     """Run `prefetch` for the records of the chunks themselves, or for a snapshot."""
+    tiers = writes.tiers
     # 1. the segments outside host memory
     found = with_states(tiers, chunks, find(tiers, chunks, RetrievePlan(len(chunks))), 0.0)
     in_memory = [name for name, tier in tiers.tiers.items() if tier.in_memory]
@@ -272,7 +272,7 @@ def _prefetch_records(tiers: TierSet, writes: WritePipeline, chunks: Chunks, tra
     stop = min(stop, first_unwritten + slot_chunks)
     # 2. are read as for a load
     remote_hit = Hit(chunks.part(first, stop), planning.cut(found, first, stop))
-    loaded = PrefetchLoad(tiers, writes, remote_hit, (), keep_in_staging=keep_in_staging).run(transfer)
+    loaded = PrefetchLoad(writes, remote_hit, (), keep_in_staging=keep_in_staging).run(transfer)
     # 3. the hit ends where the load ended
     if loaded.tokens < remote_hit.tokens:
         found = planning.clip(found, first + loaded.tokens // chunks.chunk_tokens)
@@ -281,19 +281,17 @@ def _prefetch_records(tiers: TierSet, writes: WritePipeline, chunks: Chunks, tra
     return Hit(chunks, find(tiers, chunks, RetrievePlan(found.chunks)))
 
 
-def read_chunk(
-    tiers: TierSet, writes: WritePipeline, chunks: Chunks, chunk: int, transfer: Transfer[Any]
-) -> list[Lease]:
+def read_chunk(writes: WritePipeline, chunks: Chunks, chunk: int, transfer: Transfer[Any]) -> list[Lease]:
     """Read and verify the records of one chunk: a lease per layer group, for the caller to release.
 
     Empty if no tier holds the chunk exactly. The records are written back as those of a load are, to tiers
     that hold the chunk before them.
     """
     one_chunk, leases = chunks.part(chunk, chunk + 1), list[Lease]()
-    hit = Hit(one_chunk, find(tiers, one_chunk, RetrievePlan(1), exact=1))
+    hit = Hit(one_chunk, find(writes.tiers, one_chunk, RetrievePlan(1), exact=1))
     before = chunks.records(chunk - 1, chunk) if chunk else []
     try:
-        BorrowLoad(tiers, writes, hit, (), before=before, leases=leases).run(transfer)
+        BorrowLoad(writes, hit, (), before=before, leases=leases).run(transfer)
     except BaseException:
         release_all(leases)
         raise

@@ -91,12 +91,13 @@ def look_up(
 ) -> Hit:
     """Look up chunks for a load, and count the lookup. Arguments as in `kvkit.cache.Cache.lookup`."""
     plan = found = find_with_pending(tiers, chunks, wait_s, sought)
+    declined: Counter[str] = Counter()
     if prefill_tokens_per_s is not None:
         compute_s = chunks.chunk_tokens / prefill_tokens_per_s
         plan = trim_by_cost(tiers, found, chunks.groups, first, compute_s)
         plan = found if plan == found else with_states(tiers, chunks, plan, 0.0, sought)
+        declined = Counter(Hit(chunks, found).by_tier) - Counter(Hit(chunks, plan).by_tier)
     hit = Hit(chunks, plan)
-    declined = Counter(Hit(chunks, found).by_tier) - Counter(hit.by_tier)
     if declined:
         log.info("lookup: tokens left to compute, because loading them is slower: %s", dict(declined))
     with tiers.counting() as counts:

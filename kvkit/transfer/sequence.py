@@ -55,10 +55,6 @@ class SequencePages:
     blocks: TableIds | None = None
     slots: TableIds | None = None
 
-    def rows(self, form: RecordFormat, first: int, count: int) -> ChunkRows:
-        """Return the block ids or slots of chunks [first, first + count)."""
-        return self.rows_of(form, range(first, first + count))
-
     def rows_of(self, form: RecordFormat, numbers: Sequence[int]) -> ChunkRows:
         """Return the block ids or slots of chunks with these numbers."""
         ids, per_chunk = self.table(form)
@@ -93,7 +89,7 @@ class SequencePages:
         Args:
             rotate, after: see `kvkit.kernels.pages.api.unpack`.
         """
-        rows = self.rows(form, first, len(payloads))
+        rows = self.rows_of(form, range(first, first + len(payloads)))
         unpack(self.pages, payloads, **rows, rotate=rotate, after=after)
 
 
@@ -227,9 +223,10 @@ class Hit:
     @property
     def approximate(self) -> dict[str, int]:
         """Tokens stored in fewer bits, by tier; all tokens if records have a precision."""
-        all_approximate = any(record_format.group.precision for record_format in self.chunks.formats)
-        tiers = self.by_tier if all_approximate else self.plan.approximate
-        return {tier: n for tier, n in self.by_tier.items() if tier in tiers}
+        by_tier, approximate = self.by_tier, self.plan.approximate
+        if any(record_format.group.precision for record_format in self.chunks.formats):
+            return by_tier
+        return {tier: n for tier, n in by_tier.items() if tier in approximate}
 
     def part(self, start: int, stop: int) -> Hit:
         """Return chunks [start, stop) as a separate hit, for an engine that has the chunks before.

@@ -45,7 +45,7 @@ class MovedPages(SequencePages):
         after: CudaEvents | None,
     ) -> None:
         """Unpack payloads of records and rotate their keys by `delta`; ignore `rotate`. Mutates the pages."""
-        began, slots = time.perf_counter(), self.rows(form, first, len(payloads))["slots"]
+        began, slots = time.perf_counter(), self.rows_of(form, range(first, first + len(payloads)))["slots"]
         if self.order is not None:
             from kvkit.kernels.pages.ordered import unpack_ordered  # numba stays out of vLLM's start
 
