@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import time
 import uuid
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -137,6 +138,27 @@ def test_each_reads_every_nth_chunk_and_meets_the_others_in_a_pool(
             assert rank.disk.got == names[i::2]
             assert rank.cache.lookup(TOKENS).by_tier == {"near": len(TOKENS)}
             rank.cache.check_integrity()
+
+
+def test_a_chunk_that_is_read_while_its_load_waits_for_it_is_put_at_once(
+    stored: Path, pool: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(shared_reads, "EXCHANGE_WAIT_S", DEADLINE_S)
+    with ExitStack() as stack:
+        rank, other = opened(stack, 2, stored, pool)
+        first = rank.cache.lookup(TOKENS).chunks.names[:1]
+        rank.disk.gate.clear()
+        threads = stack.enter_context(ThreadPoolExecutor())
+        loading = threads.submit(rank.load)
+        assert rank.disk.asked.wait(DEADLINE_S)
+        time.sleep(0.05)  # it waits for its first chunk
+        rank.disk.gate.set()
+        until = time.monotonic() + 5.0
+        while not (put_at_once := other.cache.tiers["near"].match_prefix(first)) and time.monotonic() < until:
+            time.sleep(0.001)
+        other.load()
+        loading.result(DEADLINE_S)
+        assert put_at_once, "the other rank had to wait for the end of the load"
 
 
 def test_what_another_rank_does_not_bring_is_read_here(stored: Path, pool: str) -> None:

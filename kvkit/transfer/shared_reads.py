@@ -72,21 +72,18 @@ class SharedReads(SegmentReads):
         return reads
 
     def _wait_until(self, finished: Callable[[], bool], deadline: float) -> None:
-        while self._exchange is not None and time.monotonic() < deadline:
+        complete = False
+        while self._exchange is not None and not complete and time.monotonic() < deadline:
             self._swap(self._exchange)
             with self.changed:
-                if self.changed.wait_for(finished, min(deadline - time.monotonic(), POLL_S)):
-                    return
+                complete = self.changed.wait_for(finished, min(deadline - time.monotonic(), POLL_S))
+        if complete and self._exchange is not None:
+            self._put_unshared(self._exchange)  # what ended since, before it is taken
         super()._wait_until(finished, deadline)
 
     def _swap(self, exchange: str) -> None:
         """Put records read here into the exchange tier, take those of others, and read late ones here."""
-        unshared = [
-            r for r in self.in_flight if r.ended and not (r.error or r.lent) and r not in self._exchanged
-        ]
-        self._exchanged.update(unshared)
-        if unshared:
-            self._tiers.put(exchange, [ExchangedRecord(read.name, read.lease) for read in unshared])
+        self._put_unshared(exchange)
         awaited = [read for read in self.in_flight if read.awaited]
         damaged = self._take_exchanged(exchange, awaited)
         late = [read for read in awaited if read.awaited and read not in damaged]
@@ -98,6 +95,15 @@ class SharedReads(SegmentReads):
             read.awaited = False
         if damaged:
             self._start(damaged)
+
+    def _put_unshared(self, exchange: str) -> None:
+        """Put records that were read here into the exchange tier."""
+        unshared = [
+            r for r in self.in_flight if r.ended and not (r.error or r.lent) and r not in self._exchanged
+        ]
+        self._exchanged.update(unshared)
+        if unshared:
+            self._tiers.put(exchange, [ExchangedRecord(read.name, read.lease) for read in unshared])
 
     def _take_exchanged(self, exchange: str, awaited: Sequence[RecordRead]) -> list[RecordRead]:
         """Take `awaited` records that other ranks put; return the damaged ones."""
