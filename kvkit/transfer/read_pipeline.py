@@ -197,10 +197,10 @@ class SegmentReads:
         self.in_flight: deque[RecordRead] = deque()
         self.error: BaseException | None = None
         self.failed: str | None = None
-        self._tiers = tiers
-        self._chunks = chunks
         self.slowest_s = 0.0
         self.changed = threading.Condition()
+        self._tiers = tiers
+        self._chunks = chunks
         self._cancelled = False
 
     @property
