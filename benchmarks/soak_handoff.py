@@ -33,7 +33,7 @@ from kvkit.handoff.protocol.states import Limits, Phase
 from kvkit.handoff.receiver import Receiver
 from kvkit.handoff.sender import HandoffError, Sender, Sending
 from kvkit.handoff.tier import HandoffTier
-from kvkit.handoff.transport.link import Identity
+from kvkit.handoff.transport.handshake import Identity
 from kvkit.staging import Staging, release_all
 from kvkit.tiers.testing.contract import SLOT_BYTES, record_bytes, record_names
 

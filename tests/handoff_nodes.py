@@ -25,9 +25,9 @@ from kvkit.handoff.protocol.states import Limits, RequestRef
 from kvkit.handoff.receiver import Receiver
 from kvkit.handoff.sender import Sender
 from kvkit.handoff.tier import HandoffTier
-from kvkit.handoff.transport import addresses, auth
+from kvkit.handoff.transport import addresses, handshake
 from kvkit.handoff.transport.channel import Channel, ChannelError
-from kvkit.handoff.transport.link import Identity
+from kvkit.handoff.transport.handshake import Identity
 from kvkit.handoff.transport.tls import server_context
 from kvkit.staging import Staging, release_all
 from kvkit.tiers.base import Tier
@@ -111,7 +111,7 @@ class Speaker:
         ours = encode(Hello(**({f: getattr(hello, f) for f in hello.__struct_fields__} | changes)))
         self.channel.send(ours)
         theirs = self.channel.receive(lambda _: None, LONG_S)
-        self.say(Proof(auth.prove(identity.secret, "client", ours, theirs)))
+        self.say(Proof(handshake.prove(identity.secret, "client", ours, theirs)))
         answer = self.hear()
         self.channel.trusted = isinstance(answer, Proof)
         return answer
@@ -223,7 +223,7 @@ class _Commands:
     ) -> int:
         """Open a transfer and wait until it is admitted; how many records it wants."""
         of = RequestRef(request or transfer, parts)
-        self.handles[transfer] = self.sender.open(transfer, address, names, LONG_S, of=of)
+        self.handles[transfer] = self.sender.open(transfer, address, names, LONG_S, request=of)
         admitted: int = self.handles[transfer].admitted.result(LONG_S)
         return admitted
 
@@ -235,7 +235,7 @@ class _Commands:
     def pack(self, transfer: str, address: str, names: list[str]) -> None:
         """Begin to make records in the receiver's slots."""
         self.open(transfer, address, names)
-        loan = self.sender.lend([self.handles[transfer]], names)
+        loan = self.sender.borrow_slots([self.handles[transfer]], names)
         assert loan is not None
         with loan.writing():
             for lease in loan.leases:

@@ -1,4 +1,4 @@
-"""Proofs of a shared secret: kvkit.handoff.transport.auth."""
+"""Proofs of a shared secret: kvkit.handoff.transport.handshake."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import hmac
 
 import pytest
 
-from kvkit.handoff.transport.auth import NONCE_BYTES, Side, is_proof, new_nonce, prove
+from kvkit.handoff.transport.handshake import NONCE_BYTES, Identity, Side, is_proof, prove
 
 SECRET, CLIENT, SERVER = b"s3cret", b"client hello", b"server hello"
 
@@ -40,5 +40,6 @@ def test_no_other_proof_is_accepted(other: bytes) -> None:
 
 
 def test_nonces_do_not_repeat() -> None:
-    assert len({new_nonce() for _ in range(100)}) == 100
-    assert len(new_nonce()) == NONCE_BYTES
+    nonces = {Identity("n", "space", "layout", 1).hello().nonce for _ in range(100)}
+    assert {len(nonce) for nonce in nonces} == {NONCE_BYTES}
+    assert len(nonces) == 100

@@ -119,16 +119,16 @@ class NullClient:
     def __init__(self) -> None:
         self.over = threading.Event()
 
-    def started(self, link: Link) -> None:
+    def handle_connected(self, link: Link) -> None:
         raise AssertionError("it was let in")
 
-    def received(self, link: Link, message: AnyMessage) -> None:
+    def handle_message(self, link: Link, message: AnyMessage) -> None:
         raise AssertionError(f"{message} was heard")
 
     def payload_target(self, link: Link, data: Data) -> None:
         raise AssertionError(f"{data} was to be placed")
 
-    def ended(self, link: Link, error: BaseException) -> None:
+    def handle_ended(self, link: Link, error: BaseException) -> None:
         assert isinstance(error, ChannelError), error
         self.over.set()
 

@@ -25,7 +25,7 @@ def lend(
 ) -> tuple[Sending, RemoteSlots]:
     sending = sender.open(transfer, where, names, LONG_S)
     assert sending.admitted.result(LONG_S) == len(names)
-    loan = sender.lend([sending], names)
+    loan = sender.borrow_slots([sending], names)
     assert loan is not None
     return sending, loan
 
@@ -66,32 +66,32 @@ def test_slots_out_of_reach_are_not_lent(node: Node, sender: Sender) -> None:
     near = sender.open("near", node.unix, NAMES, LONG_S)
     for sending in (far, near):
         sending.admitted.result(LONG_S)
-    assert sender.lend([far], NAMES) is None
-    assert sender.lend([near], record_names(4)) is None, "it lacks no fourth one"
-    loan = sender.lend([near], NAMES[:1])
+    assert sender.borrow_slots([far], NAMES) is None
+    assert sender.borrow_slots([near], record_names(4)) is None, "it lacks no fourth one"
+    loan = sender.borrow_slots([near], NAMES[:1])
     assert loan is not None
-    assert sender.lend([near], NAMES) is None, "one of them is being made"
+    assert sender.borrow_slots([near], NAMES) is None, "one of them is being made"
     release_all(loan.leases)
-    assert sender.lend([near], NAMES) is not None
+    assert sender.borrow_slots([near], NAMES) is not None
 
 
 def test_a_slot_that_the_receiver_gives_twice_is_lent_once(
     node: Node, sender: Sender, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Its fault costs a copy, and no thread of the sender."""
-    received = Sender.received
+    handle_message = Sender.handle_message
 
     def hear(self: Sender, link: object, message: object) -> None:
         if isinstance(message, Admit):
             message = Admit(message.transfer, (message.slots[0], message.slots[0], 1 << 40))
-        received(self, link, message)  # type: ignore[arg-type]
+        handle_message(self, link, message)  # type: ignore[arg-type]
 
-    monkeypatch.setattr(Sender, "received", hear)
+    monkeypatch.setattr(Sender, "handle_message", hear)
     sending = sender.open("t", node.unix, NAMES, LONG_S)
     sending.admitted.result(LONG_S)
-    assert sender.lend([sending], NAMES) is None
-    assert sender.lend([sending], NAMES[2:]) is None
-    loan = sender.lend([sending], NAMES[:1])
+    assert sender.borrow_slots([sending], NAMES) is None
+    assert sender.borrow_slots([sending], NAMES[2:]) is None
+    loan = sender.borrow_slots([sending], NAMES[:1])
     assert loan is not None
     release_all(loan.leases)
 
@@ -140,7 +140,7 @@ def test_a_record_of_two_transfers_is_made_once_and_copied(tmp_path: Path, sende
     first, loan = lend(sender, nodes[0].unix, transfer="first")
     second = sender.open("second", nodes[1].unix, NAMES, LONG_S)
     assert second.admitted.result(LONG_S) == 3
-    own = sender.lend([second], NAMES[:1])
+    own = sender.borrow_slots([second], NAMES[:1])
     assert own is not None
     write(loan, NAMES)
     put(sender, loan, NAMES)

@@ -28,7 +28,7 @@ from kvkit.handoff.ranks import RankShare, divided, fits, holders, shares
 from kvkit.handoff.sender import HandoffError, Sender
 from kvkit.handoff.settings import identify
 from kvkit.handoff.tier import HandoffTier
-from kvkit.handoff.transport.link import Identity
+from kvkit.handoff.transport.handshake import Identity
 from kvkit.staging import Staging
 from kvkit.tiers.testing.contract import record_names
 
@@ -57,7 +57,7 @@ def test_every_rank_gets_all_that_it_needs_once(senders: int, receivers: int, he
         mine = [(rank, s) for rank in range(senders) for s in sent[rank] if s.rank == receiver]
         came = Counter(layouts[rank].groups[index] for rank, share in mine for index in share.groups)
         assert came == Counter(layout_of(receiver, receivers, records, heads).groups)
-        assert {share.parts for _, share in mine} == {len(mine)}
+        assert {share.senders for _, share in mine} == {len(mine)}
     if senders == receivers:
         assert [[share.rank for share in each] for each in sent] == [[rank] for rank in range(senders)]
 
@@ -92,7 +92,7 @@ def test_one_of_two_ranks_is_killed(
     names = record_names(8)
     for request in ("whole", "half"):
         ours = sender.open(
-            f"{request}/0", address(node, transport), names[:2], LONG_S, of=RequestRef(request, 2)
+            f"{request}/0", address(node, transport), names[:2], LONG_S, request=RequestRef(request, 2)
         )
         assert not ours.admitted.done()
         assert process.call("open", f"{request}/1", address(node, transport), names[2:4], request, 2) == 2
@@ -122,20 +122,20 @@ def test_one_of_two_ranks_is_killed(
 
 def test_what_comes_after_another_part_failed_is_refused_at_once(node: Node, sender: Sender) -> None:
     names = record_names(4)
-    sender.open("t/0", node.unix, names[:2], LONG_S, of=RequestRef("t", 2))
+    sender.open("t/0", node.unix, names[:2], LONG_S, request=RequestRef("t", 2))
     sender.cancel("t/0")
     assert ended(node, "t") == "cancelled by its sender"
-    late = sender.open("t/1", node.tcp, names[2:], LONG_S, of=RequestRef("t", 2))
+    late = sender.open("t/1", node.tcp, names[2:], LONG_S, request=RequestRef("t", 2))
     with pytest.raises(HandoffError, match="t/1: cancelled by its sender"):
         late.admitted.result(LONG_S)
 
 
 def test_another_s_transfer_of_the_same_name_changes_nothing(node: Node, sender: Sender) -> None:
     names = record_names(4)
-    sender.open("t/0", node.unix, names[:2], LONG_S, of=RequestRef("t", 2))
+    sender.open("t/0", node.unix, names[:2], LONG_S, request=RequestRef("t", 2))
     wait_for(lambda: "t/0" in node.receiver.transfers())
     another = new_sender()
-    refused = another.open("t/0", node.unix, names[2:], LONG_S, of=RequestRef("x"))
+    refused = another.open("t/0", node.unix, names[2:], LONG_S, request=RequestRef("x"))
     with pytest.raises(HandoffError, match="there is a transfer t/0 already"):
         refused.admitted.result(LONG_S)
     another.close(LONG_S)
@@ -195,7 +195,7 @@ class Prefill:
 
     def begin(self, address: str, request_id: str = "r") -> None:
         space = self.engine.namespace
-        self.prompts.begin(request_id, f"t-{request_id}", address, sequence(2), space)
+        self.prompts.begin_prompt(request_id, f"t-{request_id}", address, sequence(2), space)
 
 
 @pytest.fixture
@@ -207,7 +207,7 @@ def prefill(caplog: pytest.LogCaptureFixture) -> Iterator[Prefill]:
         prompts = Prompts(
             ChunkSender(sender, cache.layout, cache.writes),
             cache.namespace,
-            held=None,
+            count_shared=None,
             block_tokens=4,
             allocation_s=LONG_S,
             wake=lambda _: None,
@@ -231,7 +231,7 @@ def test_a_peer_that_says_too_many_ranks_is_refused_by_name(
     for rank in (0, 1):
         Path(address.format(rank=rank).removeprefix("unix://")).symlink_to(liar.unix.removeprefix("unix://"))
     prefill.begin(address)
-    wait_for(lambda: not prefill.prompts.go_on() and not prefill.prompts.in_flight)
+    wait_for(lambda: not prefill.prompts.advance() and not prefill.prompts.in_flight)
     assert re.search(f"r: nothing is handed off: .*{told}", caplog.text), caplog.text
     assert not prefill.sender.transfers()
     assert liar.endpoint.peers <= 1, "more of its ranks were connected to"
@@ -253,7 +253,7 @@ def test_a_step_does_not_wait_for_what_a_peer_s_ranks_cost(
     node = Node(tmp_path, identity=prefill.identity)
     prefill.begin(node.unix)
     assert reckoning.wait(LONG_S)
-    cancelled = threading.Thread(target=prefill.prompts.cancel, args=("r", True), daemon=True)
+    cancelled = threading.Thread(target=prefill.prompts.cancel_prompt, args=("r", True), daemon=True)
     cancelled.start()
     cancelled.join(LONG_S)
     go_on.set()

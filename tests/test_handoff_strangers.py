@@ -218,7 +218,7 @@ def test_an_endpoint_outlives_a_shortage_of_descriptors(node: Node, caplog: pyte
     resource.setrlimit(resource.RLIMIT_NOFILE, (free, before[1]))
     try:
         first.connect((where[0], int(where[1])))
-        wait_for(lambda: "a peer cannot be let in" in caplog.text)
+        wait_for(lambda: "a peer cannot be accepted" in caplog.text)
     finally:
         resource.setrlimit(resource.RLIMIT_NOFILE, before)
     hand_over(node.tcp, "t")
@@ -232,7 +232,7 @@ def test_only_so_many_peers_are_connected(node: Node, monkeypatch: pytest.Monkey
     wait_for(lambda: node.endpoint.peers == 1)
     second.hello()
     (error,) = second.hear_all()
-    assert "there is no room for more" in str(error)
+    assert "the most that this node accepts" in str(error)
     first.close()
     second.close()
 

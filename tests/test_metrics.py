@@ -20,7 +20,7 @@ from kvkit.handoff.protocol.states import Limits
 from kvkit.handoff.receiver import Receiver
 from kvkit.handoff.sender import Sender
 from kvkit.handoff.tier import HandoffTier
-from kvkit.handoff.transport.link import Identity
+from kvkit.handoff.transport.handshake import Identity
 from kvkit.observe import metrics
 from kvkit.staging import Staging
 from kvkit.tiers.testing.contract import DEADLINE_S, SLOT_BYTES, record_names

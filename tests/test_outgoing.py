@@ -14,7 +14,7 @@ from kvkit.handoff.protocol.states import Unexpected
 
 
 def open_transfer(word: str = "abc", slots: Sequence[int] = (0, -1, 2)) -> Outgoing:
-    out = Outgoing.asked("T", list(word), deadline_s=5.0, transfer_s=10.0, now=0.0)
+    out = Outgoing.opened("T", list(word), deadline_s=5.0, transfer_s=10.0, now=0.0)
     out, steps = outgoing.admitted(out, slots, 1.0)
     assert steps == ()
     return out
@@ -37,13 +37,13 @@ def test_a_sender_sends_what_is_wanted_then_commits() -> None:
 
 
 def test_a_sender_that_has_nothing_to_send_commits() -> None:
-    out = Outgoing.asked("T", ["a", "b"], 5.0, 10.0, 0.0)
+    out = Outgoing.opened("T", ["a", "b"], 5.0, 10.0, 0.0)
     out, steps = outgoing.admitted(out, [-1, -1], 1.0)
     assert (out.stage, steps) == (Stage.COMMITTED, (Commit("T", ()),))
 
 
 def test_a_sender_wants_nothing_before_it_is_admitted() -> None:
-    out = Outgoing.asked("T", ["a", "b"], 5.0, 10.0, 0.0)
+    out = Outgoing.opened("T", ["a", "b"], 5.0, 10.0, 0.0)
     assert outgoing.put(out, "a", 1.0) == (out, ())
     assert not out.unsent
 
@@ -58,7 +58,7 @@ def test_a_sender_that_finishes_early_says_what_is_missing() -> None:
 
 
 def test_a_sender_that_is_not_admitted_yet_cancels_when_it_finishes_or_is_told_to() -> None:
-    asked = Outgoing.asked("T", ["a", "b"], 5.0, 10.0, 0.0)
+    asked = Outgoing.opened("T", ["a", "b"], 5.0, 10.0, 0.0)
     for (out, steps), reason in [
         (outgoing.finish(asked, 2.0), "it was finished before it was admitted"),
         (outgoing.cancelled(asked, "told to"), "told to"),
@@ -83,7 +83,7 @@ def test_a_release_is_always_answered(stage: Stage) -> None:
 
 
 def test_a_sender_that_waits_too_long_cancels() -> None:
-    asked = Outgoing.asked("T", ["a", "b"], 5.0, 10.0, 0.0)
+    asked = Outgoing.opened("T", ["a", "b"], 5.0, 10.0, 0.0)
     assert outgoing.overdue(asked, 4.9) == (asked, ())
     for out, at, reason in [
         (asked, 5.0, "the receiver did not answer in time"),
@@ -102,6 +102,6 @@ def test_answers_that_nobody_asked_for() -> None:
         outgoing.admitted(out, [1, 2, 3], 2.0)
     with pytest.raises(Unexpected, match=told):
         outgoing.done(out)
-    asked = Outgoing.asked("T", ["a", "b"], 5.0, 10.0, 0.0)
+    asked = Outgoing.opened("T", ["a", "b"], 5.0, 10.0, 0.0)
     with pytest.raises(Unexpected, match="3 slots for 2 records"):
         outgoing.admitted(asked, [1, 2, 3], 2.0)

@@ -13,7 +13,7 @@ from handoff_nodes import IDENTITY, LONG_S, Node, Process, new_sender
 
 from kvkit.handoff.peer import PeerTier
 from kvkit.handoff.protocol.messages import Commit, Data, Proof, Pull, decode, encode
-from kvkit.handoff.transport import auth
+from kvkit.handoff.transport import handshake
 from kvkit.handoff.transport.addresses import listen
 from kvkit.handoff.transport.channel import Channel
 from kvkit.staging import Lease, Staging, release_all
@@ -174,7 +174,7 @@ def silent_endpoint(folder: Path, answer: list[bytes | tuple[bytes, bytes]]) -> 
         ours = encode(IDENTITY.hello())
         channel.send(ours)
         channel.receive(lambda _: None, LONG_S)
-        channel.send(encode(Proof(auth.prove(IDENTITY.secret, "server", theirs, ours))))
+        channel.send(encode(Proof(handshake.prove(IDENTITY.secret, "server", theirs, ours))))
         channel.trusted = True
         assert isinstance(decode(channel.receive(lambda _: None, LONG_S)), Pull)
         for frame in answer:

@@ -36,11 +36,11 @@ def names(word: str) -> list[str]:
     return list(word)
 
 
-def reserve(buffer: Buffer, transfer: str, word: str, now: float = 0.0, **more: object) -> states.Next:
+def reserve(buffer: Buffer, transfer: str, word: str, now: float = 0.0, **more: object) -> states.Transition:
     """Whose name is a letter and a digit brings one of two parts of what the letter stands for."""
     given = {"elsewhere": (), "deadline_s": 100.0} | more
     if transfer[1:]:
-        given.setdefault("of", RequestRef(transfer[0], 2))
+        given.setdefault("request", RequestRef(transfer[0], 2))
     return states.reserve(buffer, transfer, f"peer of {transfer}", names(word), now=now, **given)
 
 
@@ -49,12 +49,12 @@ def bring(buffer: Buffer, transfer: str, count: int, now: float = 0.0) -> Buffer
     for _ in range(count):
         found = buffer.transfers[transfer]
         index = min(found.own - found.arrived)
-        buffer, actions = states.arrived(buffer, transfer, found.peer, index, now)
+        buffer, actions = states.record_arrived(buffer, transfer, found.peer, index, now)
         assert actions == ()
     return buffer
 
 
-def finish(buffer: Buffer, transfer: str, now: float = 0.0) -> states.Next:
+def finish(buffer: Buffer, transfer: str, now: float = 0.0) -> states.Transition:
     """All that is still to come comes in, and is committed."""
     found = buffer.transfers[transfer]
     buffer = bring(buffer, transfer, len(found.own - found.arrived), now)
@@ -77,7 +77,7 @@ def test_the_order_that_is_a_deadlock_elsewhere() -> None:
     assert kinds(actions) == [("Complete", "A")]
     buffer, actions = states.release(buffer, "A", "used", 0.0)
     assert kinds(actions) == [("End", "A")]
-    buffer, actions = states.freed(buffer, 6, 0.0)
+    buffer, actions = states.slots_freed(buffer, 6, 0.0)
     assert kinds(actions) == [("Grant", "B")]
     buffer, actions = finish(buffer, "B")
     assert kinds(actions) == [("Complete", "B")]
@@ -102,7 +102,7 @@ def test_records_are_shared_until_the_last_holder_ends() -> None:
     buffer, _ = finish(buffer, "B")
     buffer, (end,) = states.release(buffer, "B", "used", 0.0)
     assert end == End("B", "peer of B", "used", frozenset(), ("a", "b", "c", "d"))
-    buffer, _ = states.freed(buffer, 4, 0.0)
+    buffer, _ = states.slots_freed(buffer, 4, 0.0)
     assert buffer == Buffer.empty(4, LIMITS)
 
 
@@ -125,7 +125,7 @@ def test_what_is_missing_takes_no_slot() -> None:
     assert actions == (Complete("A", "peer of A", frozenset({0, 1}), frozenset({2, 3})),)
     buffer, actions = reserve(buffer, "B", "ef")
     assert actions == ()
-    buffer, actions = states.freed(buffer, 2, 0.0)
+    buffer, actions = states.slots_freed(buffer, 2, 0.0)
     assert kinds(actions) == [("Grant", "B")]
 
 
@@ -169,7 +169,7 @@ def test_a_lost_sender_leaves_what_it_committed() -> None:
         buffer, _ = states.reserve(buffer, transfer, "P", word, (), 100.0, 0.0)
     buffer, _ = finish(buffer, "A")
     buffer = bring(buffer, "B", 1)
-    buffer, actions = states.lost(buffer, "P", 0.0)
+    buffer, actions = states.peer_lost(buffer, "P", 0.0)
     assert sorted(kinds(actions)) == [("Deny", "C"), ("End", "B")]
     assert list(buffer.transfers) == ["A"]
     assert buffer.held == {"a": 1, "b": 1}
@@ -178,18 +178,18 @@ def test_a_lost_sender_leaves_what_it_committed() -> None:
 def test_events_of_others_do_not_count() -> None:
     buffer, _ = reserve(Buffer.empty(2, LIMITS), "A", "ab")
     for event in (
-        lambda: states.arrived(buffer, "A", "another", 0, 0.0),
+        lambda: states.record_arrived(buffer, "A", "another", 0, 0.0),
         lambda: states.commit(buffer, "A", "another", (0, 1), 0.0),
-        lambda: states.arrived(buffer, "A", "peer of A", 2, 0.0),
+        lambda: states.record_arrived(buffer, "A", "peer of A", 2, 0.0),
     ):
         with pytest.raises(
             Unexpected, match=r"^transfer A: (this peer has no receiving|record 2 is not expected)"
         ):
             event()
     assert states.cancel(buffer, "A", "another", 0.0) == (buffer, ())
-    assert states.arrived(buffer, "over", "another", 0, 0.0) == (buffer, ())
+    assert states.record_arrived(buffer, "over", "another", 0, 0.0) == (buffer, ())
     with pytest.raises(Unexpected, match="record 0"):
-        states.arrived(bring(buffer, "A", 1), "A", "peer of A", 0, 0.0)
+        states.record_arrived(bring(buffer, "A", 1), "A", "peer of A", 0, 0.0)
     again, (refusal,) = reserve(buffer, "A", "c")
     assert refusal == Deny("A", "peer of A", "there is a transfer A already")
     assert again == buffer
@@ -227,7 +227,7 @@ def test_a_buffer_that_does_not_add_up_is_a_defect() -> None:
         replace(b0, shared=b0.shared | b0.own),
         replace(b0, arrived=frozenset({0, 1})),
         replace(b0, shared=frozenset()),
-        replace(b0, of=RequestRef("B", 3)),
+        replace(b0, request=RequestRef("B", 3)),
         replace(b0, phase=Phase.WAITING, own=frozenset(), shared=frozenset(), arrived=frozenset()),
     ]
     without = {name: found for name, found in buffer.transfers.items() if name != "B1"}
@@ -243,8 +243,8 @@ def test_a_buffer_that_does_not_add_up_is_a_defect() -> None:
     ]:
         with pytest.raises(AssertionError):
             check_integrity(broken)
-    with pytest.raises(AssertionError, match="1 slots came back, 0 were away"):
-        states.freed(buffer, 1, 0.0)
+    with pytest.raises(AssertionError, match="1 slots are freed, 0 were lent"):
+        states.slots_freed(buffer, 1, 0.0)
 
 
 def test_parts_of_a_request_are_admitted_together_or_not_at_all() -> None:
@@ -259,9 +259,9 @@ def test_parts_of_a_request_are_admitted_together_or_not_at_all() -> None:
     assert actions == ()
     buffer, actions = states.release(buffer, "B", "used", 0.0)
     assert kinds(actions) == [("End", "B0"), ("End", "B1")]
-    buffer, actions = states.freed(buffer, 3, 0.0)
+    buffer, actions = states.slots_freed(buffer, 3, 0.0)
     assert actions == (), "one of two parts would fit"
-    buffer, actions = states.freed(buffer, 1, 0.0)
+    buffer, actions = states.slots_freed(buffer, 1, 0.0)
     assert kinds(actions) == [("Grant", "A0"), ("Grant", "A1")]
     check_integrity(buffer)
 
@@ -270,13 +270,13 @@ def test_parts_of_a_request_end_together() -> None:
     buffer, _ = reserve(Buffer.empty(4, LIMITS), "A0", "ab")
     buffer, _ = reserve(buffer, "A1", "cd")
     buffer, _ = finish(buffer, "A0")
-    over, actions = states.lost(bring(buffer, "A1", 1), "peer of A1", 0.0)
+    over, actions = states.peer_lost(bring(buffer, "A1", 1), "peer of A1", 0.0)
     assert actions == (
         End("A1", "peer of A1", "its sender is gone", frozenset({0, 1}), ()),
         End("A0", "peer of A0", "another part of it: its sender is gone", frozenset(), ("a", "b")),
     )
-    assert states.freed(over, 4, 0.0) == (Buffer.empty(4, LIMITS), ())
-    over, actions = states.lost(buffer, "peer of A0", 0.0)
+    assert states.slots_freed(over, 4, 0.0) == (Buffer.empty(4, LIMITS), ())
+    over, actions = states.peer_lost(buffer, "peer of A0", 0.0)
     assert (over, actions) == (buffer, ()), "what it committed stays"
     waiting, _ = reserve(buffer, "B0", "xy")
     _, actions = states.expire(waiting, 10.0)
@@ -308,7 +308,7 @@ def test_parts_that_cannot_be_are_refused_at_once() -> None:
     )
     assert over == Buffer.empty(3, LIMITS)
     for of in (RequestRef("A", 3), RequestRef("A", 1)):
-        again, actions = reserve(buffer, "A1", "c", of=of)
+        again, actions = reserve(buffer, "A1", "c", request=of)
         assert actions == (Deny("A1", "peer of A1", "request A has 1 of 2 transfers already"),)
         assert again == buffer
     again, (refusal,) = reserve(buffer, "A", "c")
@@ -360,7 +360,7 @@ def advance(world: World, words: dict[str, str]) -> Iterator[World]:
     """Every world that one event makes of this one."""
     buffer = world.buffer
 
-    def after(outcome: states.Next, transfer: str = "", faults: int = world.faults) -> World:
+    def after(outcome: states.Transition, transfer: str = "", faults: int = world.faults) -> World:
         changed, actions = outcome
         check_integrity(changed)
         over = {a.transfer for a in actions if isinstance(a, End | Deny)}
@@ -371,7 +371,7 @@ def advance(world: World, words: dict[str, str]) -> Iterator[World]:
         found = buffer.transfers.get(transfer)
         if not rest or transfer in world.ended:
             continue
-        parts = [] if found is None else states.parts_of(buffer, found.of.id)
+        parts = [] if found is None else states.parts_of(buffer, found.request.id)
         if rest[0] == "reserve" and any(t[0] == transfer[0] for t in world.ended):
             yield replace(world, ended=world.ended | {transfer})  # as a receiver refuses it
         elif rest[0] == "reserve":
@@ -379,7 +379,7 @@ def advance(world: World, words: dict[str, str]) -> Iterator[World]:
         elif rest[0] == "data" and found is not None and found.phase is Phase.RECEIVING:
             due = found.own - found.arrived
             if due:
-                yield after(states.arrived(buffer, transfer, found.peer, min(due), 0.0))
+                yield after(states.record_arrived(buffer, transfer, found.peer, min(due), 0.0))
             else:
                 yield after((buffer, ()), transfer)
         elif rest[0] == "commit":
@@ -388,10 +388,10 @@ def advance(world: World, words: dict[str, str]) -> Iterator[World]:
             yield after(states.release(buffer, transfer, "used", 0.0), transfer)
         if world.faults and found is not None:
             yield after(states.cancel(buffer, transfer, found.peer, 0.0), faults=world.faults - 1)
-            yield after(states.lost(buffer, found.peer, 0.0), faults=world.faults - 1)
+            yield after(states.peer_lost(buffer, found.peer, 0.0), faults=world.faults - 1)
             yield after(states.release(buffer, transfer, "given up", 0.0), faults=world.faults - 1)
     if buffer.lent:
-        yield after(states.freed(buffer, 1, 0.0))
+        yield after(states.slots_freed(buffer, 1, 0.0))
 
 
 @pytest.mark.parametrize(
@@ -454,7 +454,7 @@ class BufferMachine(RuleBasedStateMachine):
         self.asked: list[str] = []
         self.admitted: list[str] = []
 
-    def take(self, outcome: states.Next) -> None:
+    def take(self, outcome: states.Transition) -> None:
         self.buffer, actions = outcome
         for action in actions:
             if isinstance(action, Grant):
@@ -481,7 +481,7 @@ class BufferMachine(RuleBasedStateMachine):
         due = [t for t in self.buffer.transfers.values() if t.own - t.arrived]
         found = data.draw(st.sampled_from(due))
         index = data.draw(st.sampled_from(sorted(found.own - found.arrived)))
-        self.take(states.arrived(self.buffer, found.id, found.peer, index, self.now))
+        self.take(states.record_arrived(self.buffer, found.id, found.peer, index, self.now))
 
     @rule(data=st.data())
     def end_one(self, data: st.DataObject) -> None:
@@ -497,7 +497,7 @@ class BufferMachine(RuleBasedStateMachine):
         elif what == "release":
             self.take(states.release(self.buffer, found.id, "used", self.now))
         elif what == "lost":
-            self.take(states.lost(self.buffer, found.peer, self.now))
+            self.take(states.peer_lost(self.buffer, found.peer, self.now))
 
     @precondition(lambda self: self.buffer.held)
     @rule(data=st.data())
@@ -509,7 +509,7 @@ class BufferMachine(RuleBasedStateMachine):
     @precondition(lambda self: self.buffer.lent)
     @rule(data=st.data())
     def slots_come_back(self, data: st.DataObject) -> None:
-        self.take(states.freed(self.buffer, data.draw(st.integers(1, self.buffer.lent)), self.now))
+        self.take(states.slots_freed(self.buffer, data.draw(st.integers(1, self.buffer.lent)), self.now))
 
     @rule(seconds=st.sampled_from([0.5, 5.0, 31.0]))
     def time_passes(self, seconds: float) -> None:
@@ -535,7 +535,7 @@ class BufferMachine(RuleBasedStateMachine):
         """Time alone ends everything."""
         for _ in range(200):
             if self.buffer.lent:
-                self.take(states.freed(self.buffer, self.buffer.lent, self.now))
+                self.take(states.slots_freed(self.buffer, self.buffer.lent, self.now))
             deadline = states.next_deadline(self.buffer)
             if deadline is None:
                 break

@@ -343,15 +343,15 @@ class _Served:
         from kvkit.handoff.protocol.messages import Commit
         from kvkit.handoff.transport.link import Link
 
-        say = Link.say
+        queue_message = Link.queue_message
 
         def keep(link: Any, message: Any) -> None:
             if isinstance(message, Commit):
-                Link.say = say
+                Link.queue_message = queue_message
             else:
-                say(link, message)
+                queue_message(link, message)
 
-        Link.say = keep
+        Link.queue_message = keep
 
     def clear(self, tier: str) -> None:
         for worker in _workers():

@@ -1,4 +1,4 @@
-"""Chunks from an engine's pages, packed, sealed and sent to the transfers that wait for them."""
+"""Sending of chunks: packs them from an engine's pages, for the transfers that wait for their records."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class ChunkSender:
-    """Packs chunks and gives their records to a sender. Thread-safe.
+    """Packs chunks and puts their records into a sender. Thread-safe.
 
     Records count as stored to the tier "handoff", and a flush of the cache waits for them.
 
     Args:
         layout: layout of the engine's KV.
-        writes: write pipeline of the cache whose slots and counters are used: `kvkit.cache.Cache.writes`.
+        writes: write pipeline whose slots and counters it uses: `kvkit.cache.Cache.writes`.
     """
 
     sender: Sender
@@ -46,7 +46,7 @@ class ChunkSender:
         """Pack the chunks and snapshots that open transfers wait for, and start sending them.
 
         Returns when the pages may be reused; `kvkit.handoff.sender.Sending.done` reports the arrival. If no
-        slots come free before the deadline, the rest is not sent.
+        slots come free in time, the rest is not sent.
 
         Args:
             pages: pages of these chunks alone, one entry per layer group, states last. Not mutated.
@@ -55,7 +55,7 @@ class ChunkSender:
             transfer: its cancellation stops the packing; None: nothing stops it.
 
         Returns:
-            The number of chunks that were given to the sender.
+            The number of chunks that were put.
 
         Raises:
             CacheError: `pages` do not match the layout or are too short.
@@ -75,8 +75,8 @@ class ChunkSender:
                 counts.cancelled += 1
         return sent
 
-    def awaited(self, chunks: Chunks) -> list[int]:
-        """Return the numbers of the chunks with a record that an open transfer waits for."""
+    def awaited_chunks(self, chunks: Chunks) -> list[int]:
+        """Return the indices of the chunks that have a record for which an open transfer waits."""
         unsent = self.sender.unsent(chunks.names)
         return [i for i in range(len(chunks)) if not unsent.isdisjoint(chunks.records(i, i + 1))]
 
@@ -84,8 +84,8 @@ class ChunkSender:
         """Start sending sealed records, and count each when it is sent.
 
         Args:
-            numbers: chunk numbers of the records.
-            leases: their slots, groups side by side; the caller may release them.
+            numbers: indices of their chunks.
+            leases: their slots, for each chunk one of each group; the caller may release them.
         """
         names = [name for number in numbers for name in chunks.records(number, number + 1)]
         sizes = {name: lease.used for name, lease in zip(names, leases, strict=True)}
@@ -122,7 +122,7 @@ class ChunkSender:
     ) -> int:
         """Pack and send the records of `chunks`, without snapshots; return how many chunks were sent."""
         staging, timeout_s = self.writes.tiers.staging, self.writes.tiers.timeout_s
-        awaited = self.awaited(chunks)
+        awaited = self.awaited_chunks(chunks)
         sent = 0
         transfer.when_stopped(staging.wake)
         while sent < len(awaited) and not transfer.stopped:

@@ -1,4 +1,4 @@
-"""A thread that ends whatever is past its deadline."""
+"""Deadlines of transfers and pulls, kept by one thread of each owner."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ class Deadlines:
 
     Args:
         name: name of the thread.
-        expire: takes the monotonic time, ends whatever is past its deadline, and returns the next deadline,
-            None if there is none.
+        expire: takes the monotonic time, ends what is past its deadline, and returns the next deadline, None
+            if there is none.
     """
 
     def __init__(self, name: str, expire: Callable[[float], float | None]) -> None:
@@ -24,7 +24,7 @@ class Deadlines:
         self._thread.start()
 
     def changed(self) -> None:
-        """Call `expire` soon: the next deadline may have moved forward."""
+        """Call `expire` soon: the next deadline may be earlier now."""
         if threading.current_thread() is not self._thread:  # `expire` returns the deadline after its changes
             self._changed.set()
 

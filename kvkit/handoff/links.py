@@ -1,19 +1,18 @@
-"""The links of one owner: opened on demand, closed together."""
+"""Links of one owner, which are closed together; those to other nodes are opened on demand."""
 
 from __future__ import annotations
 
 import ssl
 import threading
-from concurrent.futures import Future
 
-from kvkit.handoff.protocol.messages import Hello
 from kvkit.handoff.transport import addresses
 from kvkit.handoff.transport.channel import ChannelClosed
-from kvkit.handoff.transport.link import Handler, Identity, Link
+from kvkit.handoff.transport.handshake import Identity
+from kvkit.handoff.transport.link import Handler, Link
 
 
 class Links:
-    """Links with running threads, even if ended: they may still be releasing slots. Thread-safe."""
+    """Links whose threads run. Ended links may be among them, and still hold slots. Thread-safe."""
 
     def __init__(self) -> None:
         self._links: list[Link] = []
@@ -21,14 +20,14 @@ class Links:
         self._lock = threading.RLock()
 
     def add(self, link: Link) -> None:
-        """Take ownership of a link; aborts it if the links are closed."""
+        """Take ownership of a link, and abort it if this object is closed."""
         with self._lock:
             if self._closed:
                 link.abort()
             self._links = [other for other in self._links if other.running] + [link]
 
     def close(self, timeout_s: float) -> None:
-        """Send what is queued, end every link, and wait at most `timeout_s` seconds for each thread."""
+        """Send what is queued, end all links, and wait at most `timeout_s` seconds for each thread."""
         with self._lock:
             self._closed = True
             links = list(self._links)
@@ -41,7 +40,7 @@ class Links:
 
 
 class Connections(Links):
-    """Links to the endpoints of peers, one for each address.
+    """Links to the endpoints of other nodes, one for each address.
 
     Args:
         handler: handler of the peers' messages.
@@ -58,9 +57,8 @@ class Connections(Links):
         self._timeout_s = timeout_s
         self._tls = tls
         self._by_address: dict[str, Link] = {}
-        self._awaiting_hello: list[tuple[Link, Future[Hello]]] = []
 
-    def to(self, address: str) -> Link:
+    def link_to(self, address: str) -> Link:
         """Return the link to `address`; opens a new one if there is none or the last one ended.
 
         Raises:
@@ -82,30 +80,3 @@ class Connections(Links):
                 self._by_address = {a: other for a, other in self._by_address.items() if other.alive}
                 self._by_address[address] = link
             return link
-
-    def hello(self, address: str) -> Future[Hello]:
-        """Connect to `address`; the future returns the peer's hello, or raises the failure given to `settle`.
-
-        Raises:
-            ChannelError: as for `to`.
-        """
-        future: Future[Hello] = Future()
-        future.set_running_or_notify_cancel()  # its holder cannot cancel it
-        with self._lock:
-            link = self.to(address)
-            if link.peer is None:
-                self._awaiting_hello.append((link, future))
-                return future
-        future.set_result(link.peer)
-        return future
-
-    def settle(self, link: Link, failure: Exception | None) -> None:
-        """Complete the futures of `hello` that wait for this link. `failure`: None if it is connected."""
-        with self._lock:
-            settled = [future for awaited_link, future in self._awaiting_hello if awaited_link is link]
-            self._awaiting_hello = [entry for entry in self._awaiting_hello if entry[0] is not link]
-        for future in settled:  # without the lock: their callbacks may call the owner
-            if failure is not None:
-                future.set_exception(failure)
-            elif link.peer is not None:
-                future.set_result(link.peer)

@@ -1,4 +1,4 @@
-"""Packing of chunks directly into slots of their receiver, one layer at a time as the engine computes."""
+"""Packing of chunks directly into slots of their receiver, layer by layer as the engine computes them."""
 
 from __future__ import annotations
 
@@ -20,30 +20,34 @@ log = logging.getLogger(__name__)
 
 
 class Packing:
-    """Records that are packed layer by layer into slots from `Sender.lend`, without a copy.
+    """Packs the records of chunks layer by layer into slots from `Sender.borrow_slots`, without a copy.
 
-    Little work is left when the last layer is computed. If a transfer ends meanwhile, or `abandon` is called,
-    none of the records is put: their slots hold incomplete data that was never announced to the receiver.
+    Little work is left when the last layer is computed. If a transfer ends before that, or `abandon` is
+    called, no record is put: the slots hold incomplete data that was not announced to the receiver.
 
     Args:
-        out: sends the records.
+        chunk_sender: sends the records.
         transfers: transfers whose receivers lend the slots.
         pages: pages of `chunks`, one entry per layer group.
 
     Attributes:
-        packed: future that is done when the pages are no longer read; returns the number of chunks sent.
+        packed: future that is done when the pages are no longer read; returns the number of chunks put.
 
     Raises:
         CacheError: `pages` do not match the layout or are too short, or a group has states.
     """
 
     def __init__(
-        self, out: ChunkSender, transfers: RankTransfers, chunks: Chunks, pages: Sequence[SequencePages]
+        self,
+        chunk_sender: ChunkSender,
+        transfers: RankTransfers,
+        chunks: Chunks,
+        pages: Sequence[SequencePages],
     ) -> None:
-        self._out = out
+        self._chunk_sender = chunk_sender
         self._transfers = transfers
         self._chunks = chunks
-        self._pages = check_pages(pages, chunks, len(chunks), out.layout)
+        self._pages = check_pages(pages, chunks, len(chunks), chunk_sender.layout)
         self.packed: Transfer[int] = Transfer()
         self.packed.set_running_or_notify_cancel()
         self._packer: LayerPacker | None = None
@@ -53,7 +57,7 @@ class Packing:
         self._lock = threading.Lock()
 
     def open(self, *, last: bool = False) -> bool:
-        """Borrow slots unless done already, and return whether it has them. `last`: never try again."""
+        """Borrow slots unless done before, and return whether it has them. `last`: do not try again."""
         with self._lock:
             if self._packer is None and not self._closed and self._transfers.admitted:
                 self._packer = self._borrow()
@@ -61,7 +65,7 @@ class Packing:
             return self._packer is not None
 
     def pack(self, layers: Collection[int]) -> None:
-        """Pack the computed `layers` that are not packed yet. Call it from the same thread as `end`."""
+        """Pack those of the computed `layers` that are not packed. The thread that calls `end` calls it."""
         if not self.open() or self._packer is None:
             return
         for number in [number for number in self._packer.left if number in layers]:
@@ -70,7 +74,7 @@ class Packing:
                 return
 
     def end(self) -> None:
-        """Pack the remaining layers and put the records. All layers must be computed."""
+        """Pack the remaining layers, all of which are computed, and put the records."""
         try:
             if self._packer is not None:
                 self.pack(tuple(self._packer.left))
@@ -80,24 +84,24 @@ class Packing:
             self._done()
 
     def abandon(self) -> None:
-        """Stop reading the pages. Waits for a layer that is being packed."""
+        """Stop reading the pages; wait for a layer that is being packed."""
         self.packed.release_pages()
         self._close(complete=False)
         self._done()
 
     def _borrow(self) -> LayerPacker | None:
-        """Return a packer into slots of the receivers for all that they lack; None if they lend none."""
-        numbers = self._out.awaited(self._chunks)
+        """Return a packer of the chunks that receivers lack, into slots of theirs; None without slots."""
+        numbers = self._chunk_sender.awaited_chunks(self._chunks)
         if not numbers:
             return LayerPacker(self._chunks, self._pages, (), ())
         names = [name for number in numbers for name in self._chunks.records(number, number + 1)]
-        self._remote_slots = self._out.sender.lend(self._transfers.handles or (), names)
+        self._remote_slots = self._chunk_sender.sender.borrow_slots(self._transfers.handles or (), names)
         if self._remote_slots is None:
             return None
         return LayerPacker(self._chunks, self._pages, numbers, self._remote_slots.leases)
 
     def _write(self, work: Callable[[], object]) -> bool:
-        """Run `work`, which writes into the slots; return whether it was allowed to and completed."""
+        """Run `work`, which writes into the slots; return False if it may not, or failed."""
         if self._remote_slots is None:  # the receivers lack none of the records
             return True
         try:
@@ -106,9 +110,9 @@ class Packing:
                     work()
                 return not self.packed.stopped
         except (HandoffError, ChannelError) as error:
-            log.info("nothing more is packed: %s", error)
+            log.info("handoff: packing of a prompt stops: %s", error)
         except Exception:
-            log.exception("packing failed")
+            log.exception("handoff: packing of a prompt failed")
         return False
 
     def _close(self, complete: bool) -> None:
@@ -119,7 +123,7 @@ class Packing:
             return
         try:
             if complete:
-                self._out.put(self._chunks, packer.numbers, slots.leases)
+                self._chunk_sender.put(self._chunks, packer.numbers, slots.leases)
                 self._sent = len(packer.numbers)
         finally:
             release_all(slots.leases)

@@ -1,4 +1,4 @@
-"""Another node's memory as a tier: queries its host-memory tiers, and pulls records into local slots."""
+"""Another node's memory as a tier: queries its host-memory tiers, and pulls records from them."""
 
 from __future__ import annotations
 
@@ -18,14 +18,22 @@ from kvkit.handoff.protocol.messages import MAX_NAMES, MAX_PEER_NAME, AnyMessage
 from kvkit.handoff.protocol.states import Unexpected
 from kvkit.handoff.transport import addresses
 from kvkit.handoff.transport.channel import ChannelError
-from kvkit.handoff.transport.link import Handler, Identity, Link
+from kvkit.handoff.transport.handshake import Identity
+from kvkit.handoff.transport.link import Handler, Link
 from kvkit.staging import Lease
 from kvkit.tiers.base import DamagedObject, OnComplete, Ranges, Tier, TierError, complete, copy_ranges
 
 
 @dataclass(eq=False, slots=True)
-class _Pulling:
-    """A pull in flight: `due` records are to come, the next by `deadline`; `finish` is called for each."""
+class _Pull:
+    """A pull in flight.
+
+    Attributes:
+        targets: memory for each record.
+        finish: called once for each record, with its index, its size and an error or None.
+        deadline: monotonic time by which the next record must arrive.
+        due: indices of the records that have not arrived.
+    """
 
     link: Link
     names: Sequence[str]
@@ -41,7 +49,7 @@ class _Pulling:
 
 
 class PeerTier(Tier, Handler):
-    """Host memory of the node at `address`. Nothing is stored there: `put` fails, `delete` does nothing.
+    """Host memory of the node at `address`. It is only read: `put` fails, `delete` does nothing.
 
     Args:
         name: name of the tier in the policy.
@@ -71,8 +79,8 @@ class PeerTier(Tier, Handler):
         self._timeout_s = timeout_s
         self._links = Connections(self, identity, timeout_s=timeout_s, tls=tls)
         self._numbers = itertools.count(1)
-        self._asked: dict[int, tuple[Link, Future[tuple[TierRun, ...]]]] = {}
-        self._pulls: dict[str, _Pulling] = {}
+        self._queries: dict[int, tuple[Link, Future[tuple[TierRun, ...]]]] = {}
+        self._pulls: dict[str, _Pull] = {}
         self._lock = threading.Lock()
         self._deadlines = Deadlines(f"kvkit-{name}-deadlines", self._expire)
 
@@ -80,22 +88,22 @@ class PeerTier(Tier, Handler):
         """As in `Tier`: the longest leading run in any host-memory tier of the peer.
 
         Raises:
-            OSError: the peer cannot be reached, is refused, or does not answer in time.
+            OSError: the peer cannot be connected to, is refused, or does not answer in time.
         """
         if not names:
             return 0
         answer: Future[tuple[TierRun, ...]] = Future()
         with self._lock:
-            link, number = self._connected(), next(self._numbers)
-            self._asked[number] = link, answer
-            link.say(messages.Query(number, tuple(names[:MAX_NAMES])))
+            link, number = self._link(), next(self._numbers)
+            self._queries[number] = link, answer
+            link.queue_message(messages.Query(number, tuple(names[:MAX_NAMES])))
         try:
             runs = answer.result(self._timeout_s)
         except TimeoutError:
             raise TimeoutError(f"tier {self.name!r}: no answer within {self._timeout_s} s") from None
         finally:
             with self._lock:
-                self._asked.pop(number, None)
+                self._queries.pop(number, None)
         return max((run.records for run in runs), default=0)
 
     def get(self, names: Sequence[str], leases: Sequence[Lease], on_complete: OnComplete) -> None:
@@ -111,7 +119,7 @@ class PeerTier(Tier, Handler):
         pass
 
     def size(self, name: str) -> int | None:
-        """As in `Tier`; pulls the record, since the protocol has no other way to ask for its size."""
+        """As in `Tier`, by pulling the record: the protocol has no message for its size."""
         try:
             return len(self._read(name))
         except FileNotFoundError:
@@ -131,8 +139,8 @@ class PeerTier(Tier, Handler):
 
     # callbacks of the link
 
-    def started(self, link: Link) -> None:
-        """Check a connected peer. Raises ChannelError if its rank of this number may have other heads."""
+    def handle_connected(self, link: Link) -> None:
+        """Check a connected peer. Raises ChannelError if its engine has another number of ranks."""
         peer, identity = link.peer, self._identity
         if peer is not None and identity.record_ranks > 1 and peer.ranks != identity.ranks:
             raise ChannelError(
@@ -140,15 +148,15 @@ class PeerTier(Tier, Handler):
                 "peer of as many ranks: each rank reads only from the peer's rank of the same number"
             )
 
-    def received(self, link: Link, message: AnyMessage) -> None:
+    def handle_message(self, link: Link, message: AnyMessage) -> None:
         match message:
             case messages.Found(number, runs):
                 with self._lock:
-                    _, answer = self._asked.get(number, (link, None))
+                    _, answer = self._queries.get(number, (link, None))
                 if answer is not None and not answer.done():
                     answer.set_result(runs)
             case messages.Data(index=index, size=size):
-                pull = self._waiting_for(message, came=True)
+                pull = self._pull_of(message, arrived=True)
                 if pull is None:
                     return
                 error = None
@@ -164,43 +172,43 @@ class PeerTier(Tier, Handler):
                     return TierError(f"tier {self.name!r}: {name} did not come")
 
                 self._fail([transfer], failure)
-                link.say(messages.Release(transfer, "used"))
+                link.queue_message(messages.Release(transfer, "used"))
             case _:
                 raise Unexpected(f"{type(message).__name__}: a node that pulls takes no such message")
 
     def payload_target(self, link: Link, data: Data) -> Lease | memoryview | None:
-        pull = self._waiting_for(data, came=False)
+        pull = self._pull_of(data, arrived=False)
         if pull is None or data.size > pull.capacity(data.index):
             return None
         target = pull.targets[data.index]
         return target.share() if isinstance(target, Lease) else target[: data.size]
 
-    def ended(self, link: Link, error: BaseException) -> None:
+    def handle_ended(self, link: Link, error: BaseException) -> None:
         failure = TierError(f"tier {self.name!r}: {error}")
         with self._lock:
-            answers = [answer for query_link, answer in self._asked.values() if query_link is link]
+            answers = [answer for query_link, answer in self._queries.values() if query_link is link]
             pulls = [transfer for transfer, pull in self._pulls.items() if pull.link is link]
         for answer in answers:
             if not answer.done():
                 answer.set_exception(failure)
         self._fail(pulls, lambda *_: failure)
 
-    def _connected(self) -> Link:
-        """Return the link to the peer. Raises TierError if the tier is closed or no thread can be started."""
+    def _link(self) -> Link:
+        """Return the link to the peer. Raises TierError if the tier is closed or no thread can start."""
         try:
-            return self._links.to(self._address)
+            return self._links.link_to(self._address)
         except ChannelError as error:
             raise TierError(f"tier {self.name!r}: {error}") from error
 
-    def _waiting_for(self, data: Data, *, came: bool) -> _Pulling | None:
-        """Return the pull that waits for a record; None if it is over. `came`: the record has arrived."""
+    def _pull_of(self, data: Data, *, arrived: bool) -> _Pull | None:
+        """Return the pull that waits for a record; None if it is over. `arrived`: the record has arrived."""
         with self._lock:
             pull = self._pulls.get(data.transfer)
             if pull is not None:
                 if data.index not in pull.due:
                     raise Unexpected(f"transfer {data.transfer}: record {data.index} is not expected")
                 pull.deadline = time.monotonic() + self._timeout_s
-                if came:
+                if arrived:
                     pull.due.discard(data.index)
             return pull
 
@@ -230,7 +238,7 @@ class PeerTier(Tier, Handler):
                 done.set_exception(error)
 
         self._pull([name], [target], finish)
-        return done.result()  # a pull ends by its deadline
+        return done.result()  # returns by the pull's deadline
 
     def _pull(
         self,
@@ -241,11 +249,11 @@ class PeerTier(Tier, Handler):
         """Request records from the peer. Raises TierError if the tier is closed."""
         deadline = time.monotonic() + self._timeout_s
         with self._lock:
-            link = self._connected()
+            link = self._link()
             transfer = f"{self.name}-{next(self._numbers)}"
             due = set(range(len(names)))
-            self._pulls[transfer] = _Pulling(link, names, targets, finish, deadline, due)
-            link.say(messages.Pull(transfer, tuple(names)))
+            self._pulls[transfer] = _Pull(link, names, targets, finish, deadline, due)
+            link.queue_message(messages.Pull(transfer, tuple(names)))
             self._deadlines.changed()
 
     def _fail(self, transfers: Sequence[str], failure: Callable[[int, str], OSError]) -> None:
@@ -258,11 +266,11 @@ class PeerTier(Tier, Handler):
                     pull.finish(index, 0, failure(index, pull.names[index]))
 
     def _expire(self, now: float) -> float | None:
-        """End pulls that received nothing for too long, and return the next deadline."""
+        """End pulls past their deadline, and return the next deadline."""
         with self._lock:
             late = {name: pull.link for name, pull in self._pulls.items() if pull.deadline <= now}
         for transfer, link in late.items():
-            link.say(messages.Release(transfer, "too late"))
+            link.queue_message(messages.Release(transfer, "too late"))
         self._fail(
             list(late), lambda _, name: TimeoutError(f"tier {self.name!r}: {name} did not arrive in time")
         )

@@ -1,4 +1,4 @@
-"""The transfers of one prompt: one to each rank of its receiver that needs records of this rank."""
+"""Transfers of one prompt: one to each rank of the receiving engine that needs records of this rank."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ from kvkit.transfer.sequence import Chunks
 
 @dataclass(frozen=True, slots=True)
 class SendingRank:
-    """The rank that sends: what the transfers of all its prompts have in common.
+    """Arguments that the transfers of all prompts of a sending rank share.
 
     Args:
         namespace: namespace of this rank.
-        allocation_s: how long a receiver may take to find slots, in seconds.
+        allocation_s: longest wait for a receiver to find slots, in seconds.
         on_change: called after every change, from any thread.
     """
 
@@ -35,7 +35,7 @@ class SendingRank:
 
 
 class RankTransfers:
-    """The transfers of one prompt to the ranks of its receiver. Thread-safe.
+    """Transfers of one prompt to the ranks of the receiving engine. Thread-safe.
 
     Args:
         transfer: transfer id at the receiver.
@@ -43,9 +43,9 @@ class RankTransfers:
         chunks, tail: whole chunks of the prompt, and the blocks after them.
 
     Attributes:
-        begun: start time, on the monotonic clock.
-        handles: transfers to the receiver's ranks that need records from this one; None before these are
-            known. Empty if other ranks send everything.
+        begun: monotonic time of the start.
+        handles: one for each rank that needs records of this one; None before these ranks are known. Empty if
+            other ranks send everything.
     """
 
     def __init__(
@@ -78,11 +78,11 @@ class RankTransfers:
         return any(handle.queued for handle in self.handles or ())
 
     def open(self, shared: Future[int] | None) -> None:
-        """Connect to the receiver, and ask its ranks for slots once their needs are known.
+        """Connect to the receiver, and ask its ranks for slots once their number and `shared` are known.
 
         Args:
-            shared: number of leading chunks that the receiver can read from a shared tier, which are not
-                sent; None for none.
+            shared: number of leading chunks that are not sent, since the receiver can read them from a shared
+                tier; None for none.
 
         Raises:
             HandoffError, ValueError: as for `Sender.connect`.
@@ -96,7 +96,7 @@ class RankTransfers:
             shared.add_done_callback(lambda _: self._open(hello, shared))
 
     def check(self) -> None:
-        """Raise HandoffError or ValueError if a transfer could not be opened, or was not admitted."""
+        """Raise HandoffError or ValueError if a transfer could not be opened or was not admitted."""
         if self._failure is not None:
             raise self._failure
         for handle in self.handles or ():
@@ -104,53 +104,50 @@ class RankTransfers:
                 handle.admitted.result()
 
     def finish(self) -> None:
-        """Commit what was put: records that could not be put are missing."""
+        """Commit the transfers with the records that were put."""
         for handle in self.handles or ():
             self._rank.sender.finish(handle.id)
 
     def cancel(self) -> None:
-        """Cancel the transfers, also those opened later; otherwise the receiver would wait for them."""
+        """Cancel the transfers, also those that are opened later: the receiver must not wait for them."""
         with self._lock:
             self._cancelled = True
             for handle in self.handles or ():
                 self._rank.sender.cancel(handle.id)
 
     def _open(self, hello: Future[Hello], shared: Future[int] | None) -> None:
-        """Open the transfers once both futures are done; cancel them if the prompt was cancelled before.
-
-        Chunks in a shared tier are not sent, but each rank is sent at least one record.
-        """
+        """Open the transfers once both futures are done; cancel them if the prompt was cancelled before."""
         if not hello.done() or (shared is not None and not shared.done()):
             return
         shared_known = shared is not None and not shared.cancelled() and shared.exception() is None
         skip = shared.result() if shared is not None and shared_known else 0
-        rank_shares, failure = self._shares(hello)  # before the lock, which the step thread takes
+        failure: Exception | None
+        rank_shares, failure = self._shares(hello)  # without the lock, which the engine's thread takes
         with self._lock:
             if self.handles is not None:
                 return
             handles: list[Sending] = []
             try:
-                handles.extend(self._ask(share, skip, alone=len(rank_shares) == 1) for share in rank_shares)
+                handles.extend(
+                    self._open_transfer(share, skip, alone=len(rank_shares) == 1) for share in rank_shares
+                )
             except (HandoffError, ValueError) as error:
                 failure = error
             self._failure = failure
-            self.handles = handles  # all at once: none misses records that are put from now on
+            self.handles = handles  # after all are opened: records that are put from now on go to each
             if self._cancelled:
                 self.cancel()
         self._rank.on_change(self)
 
-    def _shares(self, hello: Future[Hello]) -> tuple[Sequence[RankShare], HandoffError | ValueError | None]:
-        """Return what this rank sends to each rank of the receiver, and the error, if any.
+    def _shares(self, hello: Future[Hello]) -> tuple[Sequence[RankShare], HandoffError | None]:
+        """Return what this rank sends to each rank of the receiver, or nothing and an error.
 
-        With an error it sends nothing: the receiver cannot be reached, its ranks cannot use this rank's
-        records, or the address does not cover all of them.
+        Errors: no connection, ranks that cannot use this rank's records, or an address of only one of them.
         """
         namespace, layout = self._rank.namespace, self._rank.layout
-        try:
-            peer = hello.result()
-        except (HandoffError, ValueError) as error:
-            return (), error
-        ranks = peer.ranks
+        if error := hello.exception():
+            return (), HandoffError(f"no receiver: {error}")
+        peer, ranks = hello.result(), hello.result().ranks
         if not divided(namespace, layout):
             return (RankShare(namespace.rank, tuple(range(layout.token_groups)), 1),), None
         if not fits(layout, ranks):
@@ -160,15 +157,18 @@ class RankTransfers:
             return (), HandoffError(f"{self._address}: {ranks} ranks listen; want {RANK} in the address")
         return shares(layout, namespace.rank, namespace.world, ranks), None
 
-    def _ask(self, share: RankShare, skip: int, *, alone: bool) -> Sending:
-        """Ask a rank for slots for its share of all but `skip` leading chunks, and for the last snapshot."""
+    def _open_transfer(self, share: RankShare, skip: int, *, alone: bool) -> Sending:
+        """Ask a rank for slots for its share of all but `skip` leading chunks, and for the last snapshot.
+
+        At least one record is requested.
+        """
         chunks, rank = self._chunks, self._rank
         names = chunks.names + (self._tail.names if self._tail else [])
         names = [name for i, name in enumerate(names) if i % chunks.groups in share.groups]
         requested = names[min(skip * len(share.groups), len(names) - 1) :]
         requested += chunks.snapshot(len(chunks) - 1).names if chunks.keys and chunks.states else []
         transfer = self._transfer
-        if not alone or share.parts > 1:
+        if not alone or share.senders > 1:
             transfer += f"/{rank.namespace.rank}.{share.rank}"
         return rank.sender.open(
             transfer,
@@ -176,5 +176,5 @@ class RankTransfers:
             requested,
             rank.allocation_s,
             rank.on_change,
-            RequestRef(self._transfer, share.parts),
+            RequestRef(self._transfer, share.senders),
         )

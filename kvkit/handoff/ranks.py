@@ -1,4 +1,4 @@
-"""Division of records between the ranks of two engines: pure functions of their numbers.
+"""Division of records between the ranks of two engines, by pure functions.
 
 Every rank of both engines computes the same result, so no message has to announce the senders.
 """
@@ -18,12 +18,12 @@ class RankShare:
     Attributes:
         rank: number of the receiving rank.
         groups: indices of the sender's layer groups that the receiving rank needs.
-        parts: number of ranks that send to it; together they bring everything that it needs.
+        senders: number of ranks that send to it; together they send everything that it needs.
     """
 
     rank: int
     groups: tuple[int, ...]
-    parts: int
+    senders: int
 
 
 @functools.lru_cache(maxsize=64)
@@ -33,7 +33,7 @@ def shares(layout: KVLayout, rank: int, ranks: int, receivers: int) -> tuple[Ran
     If several ranks have the same KV, one of them sends it; which one depends on the receiving rank.
 
     Args:
-        layout: layout of the sending rank; no rank of either engine has only some of a record's heads.
+        layout: layout of the sending rank. Every rank of both engines has all heads of its records.
     """
     shards = [
         replace(array, layers=array.all_layers[start : start + len(array.layers)], first_head=head)
@@ -58,7 +58,7 @@ def shares(layout: KVLayout, rank: int, ranks: int, receivers: int) -> tuple[Ran
 
 
 def fits(layout: KVLayout, ranks: int) -> bool:
-    """Return whether each of `ranks` ranks would have whole records, its own or shared with others."""
+    """Return whether each of `ranks` ranks has whole records: none has only some of a record's heads."""
     return all(
         array.parts % ranks == 0 or (array.kv_heads == 1 and ranks % array.heads == 0)
         for array in layout.arrays
@@ -66,12 +66,12 @@ def fits(layout: KVLayout, ranks: int) -> bool:
 
 
 def divided(namespace: Namespace, layout: KVLayout) -> bool:
-    """Return whether engines of other sizes can use a rank's records: all layers of some heads, no states."""
+    """Return whether engines of other sizes can use a rank's records: they hold all layers and no states."""
     all_layers = {layer for group in layout.groups for layer in group.all_layers}
     stateless = layout.token_groups == len(layout.groups)  # the format of states depends on the rank
     return stateless and (namespace.ranks_share or namespace.world == 1) and layout.layers == len(all_layers)
 
 
 def holders(group: LayerGroup, ranks: int) -> list[int]:
-    """Return those of `ranks` ranks that have the heads of a group."""
+    """Return the numbers of those of `ranks` ranks that have the heads of `group`."""
     return [rank for rank in range(ranks) if group.first_head in heads_of(group.heads, rank, ranks)]

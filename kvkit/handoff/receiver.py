@@ -1,4 +1,4 @@
-"""Receive buffer for records from peers: carries out the decisions of `kvkit.handoff.protocol.states`."""
+"""Buffer for records from peers: carries out the decisions of `kvkit.handoff.protocol.states`."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from kvkit.handoff.deadlines import Deadlines
 from kvkit.handoff.protocol import messages, states
-from kvkit.handoff.protocol.messages import HANDOFF, Data, OfTransfer
+from kvkit.handoff.protocol.messages import HANDOFF, Data, TransferMessage
 from kvkit.handoff.protocol.states import Buffer, Limits, Outcome, Phase, RequestRef, Unexpected
 from kvkit.handoff.transport.link import Link
 from kvkit.staging import Lease, Staging, release_all
@@ -20,15 +20,15 @@ from kvkit.tiers.base import Scope
 log = logging.getLogger(__name__)
 
 MAX_REMEMBERED = 4096
-"""Most requests that have ended and that `Receiver.status` still knows."""
+"""Most ended requests for which `Receiver.status` remembers the reason."""
 
 
 @dataclass(frozen=True, slots=True)
 class Status:
-    """Status of the records that peers send for a request.
+    """Status of a request whose records peers send.
 
     Attributes:
-        phase: phase of its transfers; None if it ended.
+        phase: earliest phase of its transfers; None if it ended.
         records: number of records of its transfers.
         held: number of those that this node has; once committed, all but missing and deleted ones.
         reason: why it ended.
@@ -44,7 +44,7 @@ class Receiver:
     """Records from peers, in slots of its own arena. Thread-safe.
 
     Args:
-        arena: arena that only the receiver takes slots from, and that it closes.
+        arena: slots, which only the receiver uses; `close` closes the arena.
         limits: time limits of transfers.
 
     Attributes:
@@ -64,19 +64,19 @@ class Receiver:
         self._unanswered: dict[tuple[int, str], list[Lease]] = {}
         self._ended: dict[str, str] = {}
         self._requests: dict[str, str] = {}  # by transfer
-        # the lock is reentrant: freeing a slot may admit another transfer
+        # its lock is reentrant: freeing a slot may admit another transfer
         self._changed = threading.Condition()
         self._watchers: list[Callable[[object], None]] = []
         arena.when_freed(self._freed)
         self._deadlines = Deadlines("kvkit-handoff-deadlines", self._expire)
 
-    def connected(self, link: Link) -> None:
+    def handle_connected(self, link: Link) -> None:
         """Register a connected sender."""
         with self._changed:
             self._links[link.number] = link
 
     def payload_target(self, link: Link, data: Data) -> Lease | None:
-        """Return a share of the slot for a record; None if the transfer is over.
+        """Return a share of the slot for a record; None if its transfer is over.
 
         Raises:
             Unexpected: the record is not expected, or does not fit.
@@ -85,11 +85,13 @@ class Receiver:
             lease = self._expected(link, data)
             return None if lease is None else lease.share()
 
-    def received(self, link: Link, message: messages.AnyMessage, elsewhere: Collection[str] = ()) -> None:
+    def handle_message(
+        self, link: Link, message: messages.AnyMessage, elsewhere: Collection[str] = ()
+    ) -> None:
         """Handle a sender's `Reserve`, `Data`, `Commit` or `Cancel`.
 
         Args:
-            elsewhere: names that need no slot, since this node has the records in other memory.
+            elsewhere: names of records that need no slot: other memory of this node has them.
 
         Raises:
             Unexpected: the message does not fit the state of its transfer.
@@ -101,7 +103,7 @@ class Receiver:
                     request = RequestRef(request_id or transfer, parts)
                     if transfer not in self._buffer.transfers:  # else the id is taken: refused below
                         self._requests[transfer] = request.id
-                    if parts > 1 and request.id in self._ended:  # its other parts have ended
+                    if parts > 1 and request.id in self._ended:  # with its other parts
                         self._apply((self._buffer, (states.Deny(transfer, peer, self._ended[request.id]),)))
                         return
                     self._apply(
@@ -111,43 +113,43 @@ class Receiver:
                     lease = self._expected(link, message)
                     if lease is not None:
                         lease.used = size
-                        self._buffer, _ = states.arrived(self._buffer, transfer, peer, index, now)
+                        self._buffer, _ = states.record_arrived(self._buffer, transfer, peer, index, now)
                 case messages.Commit(transfer, missing):
                     self._apply(states.commit(self._buffer, transfer, peer, missing, now))
-                case messages.Cancel(transfer):  # nothing more is written into its slots
+                case messages.Cancel(transfer):  # its sender no longer writes into its slots
                     self._apply(states.cancel(self._buffer, transfer, peer, now), quiet=peer)
                     release_all(self._unanswered.pop((peer, transfer), ()))
                 case _:
                     raise Unexpected(f"{type(message).__name__}: an endpoint takes no such message")
 
-    def lost(self, link: Link) -> None:
+    def handle_ended(self, link: Link) -> None:
         """Remove a disconnected sender, and end its transfers that are not committed."""
         with self._changed:
             self._links.pop(link.number, None)
-            self._apply(states.lost(self._buffer, link.number, time.monotonic()), quiet=link.number)
+            self._apply(states.peer_lost(self._buffer, link.number, time.monotonic()), quiet=link.number)
             for key in [key for key in self._unanswered if key[0] == link.number]:
                 release_all(self._unanswered.pop(key))
 
     def subscribe(self, changed: Callable[[object], None]) -> None:
-        """Call `changed` with the receiver whenever a transfer is committed or over.
+        """Call `changed` with the receiver after every commit, refusal and end of a transfer.
 
-        Any thread may call it, under the receiver's lock: it must be quick and not wait.
+        The call may come from any thread and holds the receiver's lock: it must not block.
         """
         with self._changed:
             self._watchers.append(changed)
 
     def release(self, request_id: str, reason: str = "used") -> None:
-        """Release the records of a request that others do not hold. Ignores unknown requests."""
+        """Release a request, and its records that no other request holds. Ignores unknown requests."""
         with self._changed:
             self._apply(states.release(self._buffer, request_id, reason, time.monotonic()))
 
     def delete(self, names: Sequence[str]) -> None:
-        """Release damaged records, no matter what holds them."""
+        """Release damaged records, also those that requests hold."""
         with self._changed:
             self._apply(states.delete(self._buffer, names))
 
     def status(self, request_id: str) -> Status | None:
-        """Return the status of a request; None if it is unknown, or a part of it has not asked for slots.
+        """Return the status of a request; None if it is unknown, or one of its transfers has not arrived.
 
         A request of one transfer has that transfer's id, unless the sender set another.
         """
@@ -156,7 +158,7 @@ class Receiver:
             if not parts:
                 reason = self._ended.get(request_id)
                 return None if reason is None else Status(None, reason=reason)
-            if len(parts) < parts[0].of.parts:
+            if len(parts) < parts[0].request.parts:
                 return None
             phases = (part.phase for part in parts if part.phase is not Phase.COMMITTED)
             held = sum(len(part.elsewhere) + len(part.holds) for part in parts)
@@ -174,7 +176,7 @@ class Receiver:
             return self.status(request_id)
 
     def match_prefix(self, names: Sequence[str]) -> int:
-        """Return the length of the leading run of `names` that is available."""
+        """Return the number of leading `names` that are available."""
         with self._changed:
             return next((i for i, name in enumerate(names) if name not in self._records), len(names))
 
@@ -195,7 +197,7 @@ class Receiver:
             return {t.id: t.phase for t in self._buffer.transfers.values()}
 
     def check_integrity(self) -> None:
-        """Check that no slot is lost, and that the records held are those of the state.
+        """Check that no slot is leaked, and that the leases agree with the state.
 
         Raises:
             AssertionError: a check failed, which is a defect in kvkit.
@@ -220,7 +222,7 @@ class Receiver:
         self._deadlines.close(timeout_s)
         with self._changed:
             for link in list(self._links.values()):
-                self.lost(link)
+                self.handle_ended(link)
         self.arena.close()
 
     def _expected(self, link: Link, data: Data) -> Lease | None:
@@ -239,13 +241,13 @@ class Receiver:
 
     def _freed(self) -> None:
         with self._changed:
-            self._apply(states.freed(self._buffer, 1, time.monotonic()))
+            self._apply(states.slots_freed(self._buffer, 1, time.monotonic()))
 
-    def _apply(self, outcome: states.Next, quiet: Hashable = None) -> None:
+    def _apply(self, outcome: states.Transition, quiet: Hashable = None) -> None:
         """Adopt a new state and carry out its actions. The lock is held.
 
-        `quiet`: sender that writes no more. Other senders do not know yet that their transfers have ended:
-        they may still write into shared slots.
+        `quiet`: sender that no longer writes. Other senders do not know yet that their transfers have ended,
+        and may still write into shared slots.
         """
         self._buffer, actions = outcome
         for action in actions:
@@ -255,30 +257,25 @@ class Receiver:
             link = self._links.get(action.peer)
             message = self._carry_out(action, link, writes_on=action.peer != quiet)
             if link is not None:
-                link.say(message)
+                link.queue_message(message)
         self._changed.notify_all()
         self._deadlines.changed()
         if any(isinstance(action, states.Deny | states.Complete | states.End) for action in actions):
             for watcher in self._watchers:
                 watcher(self)
 
-    def _carry_out(self, verdict: states.Verdict, link: Link | None, writes_on: bool) -> OfTransfer:
+    def _carry_out(self, verdict: states.Verdict, link: Link | None, writes_on: bool) -> TransferMessage:
         """Carry out a decision about a transfer, and return the message to its sender."""
         transfer = verdict.transfer
         match verdict:
             case states.Grant(own=own):
                 leases = self.arena.acquire(len(own), 0.0, at_least=len(own)) if own else []
-                lease_by_index = dict(zip(sorted(own), leases, strict=True))
-                self._filling[transfer] = lease_by_index
-                return messages.Admit(
-                    transfer,
-                    tuple(
-                        lease_by_index[i].slot if i in lease_by_index else -1 for i in range(verdict.names)
-                    ),
-                )
+                self._filling[transfer] = dict(zip(sorted(own), leases, strict=True))
+                slots = dict(zip(sorted(own), (lease.slot for lease in leases), strict=True))
+                return messages.Admit(transfer, tuple(slots.get(i, -1) for i in range(verdict.names)))
             case states.Deny(reason=reason):
                 self.outcomes["refused"] += 1
-                if transfer not in self._buffer.transfers:  # else another one has this id, and continues
+                if transfer not in self._buffer.transfers:  # else this id is that of another transfer
                     self._remember(transfer, reason)
                 return messages.Refuse(transfer, reason)
             case states.Complete(keep=keep, rest=rest):

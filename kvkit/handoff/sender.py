@@ -1,4 +1,4 @@
-"""Transfers to peers: carries out the decisions of `protocol.outgoing`, over one link to each peer."""
+"""Sending of records to peers: carries out what `protocol.outgoing` decides, over one link to each peer."""
 
 from __future__ import annotations
 
@@ -18,11 +18,12 @@ from kvkit.handoff.deadlines import Deadlines
 from kvkit.handoff.links import Connections
 from kvkit.handoff.protocol import messages, outgoing
 from kvkit.handoff.protocol.messages import MAX_DEADLINE_S, MAX_NAMES, Hello, check_id
-from kvkit.handoff.protocol.outgoing import Outgoing, Send, Sent, Stage
+from kvkit.handoff.protocol.outgoing import Outgoing, Send, Stage, Transition
 from kvkit.handoff.protocol.states import Outcome, RequestRef, Unexpected
 from kvkit.handoff.transport import addresses
 from kvkit.handoff.transport.channel import ChannelError
-from kvkit.handoff.transport.link import Handler, Identity, Link
+from kvkit.handoff.transport.handshake import Identity
+from kvkit.handoff.transport.link import Handler, Link
 from kvkit.staging import Lease, release_all
 from kvkit.tiers.base import OnComplete, TierError, complete
 
@@ -30,11 +31,11 @@ log = logging.getLogger(__name__)
 
 
 class HandoffError(RuntimeError):
-    """A transfer failed: refused, released by its receiver, cancelled or too late. The text states why."""
+    """A transfer failed: refused, released by its receiver, cancelled or too late. The text says why."""
 
 
-def _running() -> Future[Any]:
-    """Return a future that its holder cannot cancel."""
+def _uncancellable() -> Future[Any]:
+    """Return a future that nobody can cancel."""
     future: Future[Any] = Future()
     future.set_running_or_notify_cancel()
     return future
@@ -46,47 +47,46 @@ class Sending:
 
     Attributes:
         state: state of the transfer, as the sender knows it.
-        link: link to the peer.
+        link: link to the receiver.
         on_change: called with each of its futures that is done, and with this object when nothing is queued.
         admitted: done when the receiver has leased slots; returns the number of records that it lacks. Until
-            then `Sender.put` sends no records and `Sender.lend` lends no slots.
+            then, `Sender.put` sends no records and `Sender.borrow_slots` returns no slots.
         done: done when the receiver has everything; returns the number of records that were never put.
         queued: number of records that were put and are not sent yet.
-        borrowed: by name, slots of the receiver that are borrowed and were neither put nor returned.
-        held_back: messages that end its writing, held back until nothing is borrowed. After receiving them,
-            the receiver gives the slots to others.
+        borrowed: by name, slots of the receiver that are borrowed: neither put nor returned.
+        held_messages: messages that allow the receiver to reuse its slots; held back while any is borrowed.
     """
 
     state: Outgoing
     link: Link
     on_change: Callable[[Any], object]
-    admitted: Future[int] = field(default_factory=_running)
-    done: Future[int] = field(default_factory=_running)
+    admitted: Future[int] = field(default_factory=_uncancellable)
+    done: Future[int] = field(default_factory=_uncancellable)
     queued: int = 0
     borrowed: dict[str, Lease] = field(default_factory=dict)
-    held_back: list[messages.Commit | messages.Cancel] = field(default_factory=list)
+    held_messages: list[messages.Commit | messages.Cancel] = field(default_factory=list)
 
     @property
     def id(self) -> str:
         return self.state.id
 
-    def say(self, message: messages.Commit | messages.Cancel) -> None:
-        """Queue a message that ends the writing, or hold it back while slots are borrowed. Mutates."""
+    def queue_or_hold(self, message: messages.Commit | messages.Cancel) -> None:
+        """Queue a message after which the receiver may reuse its slots, once none is borrowed. Mutates."""
         if self.borrowed:
-            self.held_back.append(message)
+            self.held_messages.append(message)
         else:
-            self.link.say(message)
+            self.link.queue_message(message)
 
-    def give_back(self, name: str) -> None:
-        """Note that nothing more is written into the borrowed slot of a record, if any. Mutates."""
+    def return_slot(self, name: str) -> None:
+        """End the borrowing of a record's slot, if it is borrowed. Mutates."""
         self.borrowed.pop(name, None)
         if not self.borrowed:
-            for message in self.held_back:
-                self.link.say(message)
-            self.held_back.clear()
+            for message in self.held_messages:
+                self.link.queue_message(message)
+            self.held_messages.clear()
 
     def completions(self, before: Stage) -> list[Callable[[], None]]:
-        """Return calls that complete the futures decided by the change from stage `before`."""
+        """Return calls that complete the futures, if the change from stage `before` decides them."""
         state, was_asked = self.state, before is Stage.ASKED
         if state.stage is not Stage.ENDED:
             return [partial(self.admitted.set_result, len(state.sends))] if was_asked else []
@@ -99,14 +99,14 @@ class Sending:
 
 @dataclass(frozen=True, slots=True)
 class RemoteSlots:
-    """Slots of receivers, borrowed to make records in. Each is put or released, once."""
+    """Slots borrowed from receivers. Each gets a record that is put, or is released without."""
 
     leases: Sequence[Lease]
     sendings: Collection[Sending]
 
     @contextmanager
     def writing(self) -> Iterator[None]:
-        """Allow writing into the slots within the context. Keep it short: the end of a link waits for it.
+        """Allow writing into the slots within the context. Keep it short: a link that ends waits for it.
 
         Raises:
             HandoffError: a transfer is over.
@@ -123,21 +123,24 @@ class RemoteSlots:
 
 @dataclass(eq=False, slots=True)
 class _Put:
-    """One record that is sent to several transfers; it completes once it is sent to the last."""
+    """A record that is being sent to several transfers.
+
+    `remaining`: number of transfers that it is not sent to yet, and 1 until it is queued for all of them.
+    """
 
     name: str
     lease: Lease
     on_complete: OnComplete
-    left: int = 1
+    remaining: int = 1
     error: TierError | None = None
 
 
 class Sender(Handler):
-    """Sends records to peers. Thread-safe; every call but `close` returns at once.
+    """Sends records to peers. Thread-safe; no call but `close` waits for a peer.
 
     Args:
         timeout_s: limit for connecting and for one frame, in seconds.
-        transfer_s: how long a transfer may wait for records or for the receiver's confirmation, in seconds.
+        transfer_s: longest wait of a transfer for a record or for the receiver's confirmation, in seconds.
         tls: TLS context for connections over TCP.
         max_ranks: most ranks of a peer's engine; a peer that reports more is refused.
 
@@ -159,8 +162,8 @@ class Sender(Handler):
         self._transfer_s = transfer_s
         self.outcomes: Counter[Outcome] = Counter()
         self._links = Connections(self, identity, timeout_s=timeout_s, tls=tls)
-        self._open: dict[str, Sending] = {}
-        self._lending: set[Sending] = set()
+        self._open_transfers: dict[str, Sending] = {}
+        self._lenders: set[Sending] = set()
         self._completions: deque[Callable[[], None]] = deque()
         self._changed = threading.Condition()
         self._closed = False
@@ -173,13 +176,13 @@ class Sender(Handler):
         names: Sequence[str],
         deadline_s: float,
         on_change: Callable[[Any], object] = lambda _: None,
-        of: RequestRef | None = None,
+        request: RequestRef | None = None,
     ) -> Sending:
-        """Ask the peer at `address` for slots for all of `names`, within `deadline_s` seconds.
+        """Ask the receiver at `address` for slots for all of `names`, within `deadline_s` seconds.
 
         Args:
             on_change: as in `Sending`; called from any thread.
-            of: request that the transfer belongs to; None if the transfer is the whole request.
+            request: request that the transfer belongs to; None if the transfer is the whole request.
 
         Raises:
             HandoffError: the transfer id is in use, the sender is closed, no thread can be started, or
@@ -187,58 +190,48 @@ class Sender(Handler):
             ValueError: `address` or `transfer` is invalid, the address needs a secret and has none, or
                 `deadline_s` is not above 0 and at most `MAX_DEADLINE_S`.
         """
-        addresses.check_secret(address, self._has_secret)
         check_id("transfer", transfer)
         if not 0 < deadline_s <= MAX_DEADLINE_S:
             raise ValueError(f"deadline_s={deadline_s}: want more than 0 and at most {MAX_DEADLINE_S}")
         if not 1 <= len(names) <= MAX_NAMES:
             raise HandoffError(f"transfer {transfer}: {len(names)} records; want 1 to {MAX_NAMES}")
         with self._changed:
-            if self._closed:
-                raise HandoffError(f"transfer {transfer}: the sender is closed")
-            if transfer in self._open or any(sending.id == transfer for sending in self._lending):
+            if transfer in self._open_transfers or any(sending.id == transfer for sending in self._lenders):
                 raise HandoffError(f"transfer {transfer}: there is one of that name")
-            try:
-                link = self._links.to(address)
-            except ChannelError as error:
-                raise HandoffError(f"transfer {transfer}: {error}") from error
-            state = Outgoing.asked(transfer, names, deadline_s, self._transfer_s, time.monotonic())
+            link = self._link(address, f"transfer {transfer}")
+            state = Outgoing.opened(transfer, names, deadline_s, self._transfer_s, time.monotonic())
             sending = Sending(state, link, on_change)
             for future in (sending.admitted, sending.done):
                 future.add_done_callback(on_change)
-            self._open[transfer] = sending
-            of = of or RequestRef(transfer)
-            link.say(messages.Reserve(transfer, tuple(names), deadline_s, of.id, of.parts))
+            self._open_transfers[transfer] = sending
+            of = request or RequestRef(transfer)
+            link.queue_message(messages.Reserve(transfer, tuple(names), deadline_s, of.id, of.parts))
             self._deadlines.changed()
             return sending
 
     def connect(self, address: str) -> Future[Hello]:
-        """Connect to the node at `address`; the future returns its hello, or raises `HandoffError`.
+        """Connect to the node at `address`; the future returns its hello, or raises ChannelError.
 
         Raises:
             HandoffError: the sender is closed, or no thread can be started.
             ValueError: `address` is invalid, or needs a secret and has none.
         """
-        addresses.check_secret(address, self._has_secret)
-        if self._closed:
-            raise HandoffError(f"{address}: the sender is closed")
-        try:
-            return self._links.hello(address)
-        except ChannelError as error:
-            raise HandoffError(str(error)) from error
+        with self._changed:
+            return self._link(address, address).hello
 
     def unsent(self, names: Sequence[str]) -> set[str]:
         """Return those of `names` that a transfer waits for."""
         with self._changed:
-            return {n for n in names if any(n in sending.state.unsent for sending in self._open.values())}
+            states = [sending.state for sending in self._open_transfers.values()]
+            return {name for name in names if any(name in state.unsent for state in states)}
 
-    def lend(self, sendings: Collection[Sending], names: Sequence[str]) -> RemoteSlots | None:
-        """Borrow slots of receivers for making `names`; each slot is of the first transfer that lacks it.
+    def borrow_slots(self, sendings: Collection[Sending], names: Sequence[str]) -> RemoteSlots | None:
+        """Borrow a receiver's slot for each of `names`, from the first transfer that lacks the record.
 
         Returns None if no transfer lacks one of the records any more, or if this process cannot access a
-        slot. A record that is made there is put like any other, and sent to other transfers as a copy. Until
-        it is put or released, its own transfer takes it from no other slot. Its receiver may release the
-        transfer meanwhile, but gets the answer only when nothing is written into its slots any more.
+        slot. A record that is written there is put like any other, and is copied to other transfers. Until
+        the slot is put or released, its transfer takes the record from no other slot. If the receiver
+        releases the transfer meanwhile, it is answered only after that.
         """
         leases: list[Lease] = []
         lenders: set[Sending] = set()
@@ -246,7 +239,7 @@ class Sender(Handler):
             for name in names:
                 lacking = (s for s in sendings if name in s.state.unsent and name not in s.borrowed)
                 sending = next(lacking, None)
-                lease = None if sending is None else self._lend(sending, name)
+                lease = None if sending is None else self._borrow_slot(sending, name)
                 if sending is None or lease is None:
                     release_all(leases)
                     return None
@@ -257,22 +250,22 @@ class Sender(Handler):
     def put(self, names: Sequence[str], leases: Sequence[Lease], on_complete: OnComplete) -> None:
         """Send records to every transfer that waits for them; as `Tier.put`.
 
-        A record completes when it is in its receivers' shared memory or sent to them; `Sending.done` reports
-        whether a whole transfer arrived. A record that no transfer waits for completes at once.
+        A record completes when it is sent to all of them, or is in their shared memory; a record that no
+        transfer waits for completes at once. `Sending.done` reports the arrival of a whole transfer.
         """
         for name, lease in zip(names, leases, strict=True):
             record = _Put(name, lease.share(), on_complete)
             with self._changed:
-                for sending in list(self._open.values()):
+                for sending in list(self._open_transfers.values()):
                     borrowed = sending.borrowed.get(name)
                     if borrowed is None or borrowed.same_slot(lease):
-                        self._give_back(sending, name)
+                        self._return_slot(sending, name)
                         self._adopt(sending, outgoing.put(sending.state, name, time.monotonic()), record)
-            self._sent(None, record, None)
+            self._record_sent(None, record, None)
         self._complete()
 
     def finish(self, transfer: str) -> None:
-        """Finish a transfer: no more records are put for it, and its receiver gets those that were."""
+        """Finish a transfer with the records that were put: its receiver is told that the rest is missing."""
         self._apply(transfer, partial(outgoing.finish, now=time.monotonic()))
 
     def cancel(self, transfer: str, reason: str = "cancelled") -> None:
@@ -282,7 +275,7 @@ class Sender(Handler):
     def transfers(self) -> dict[str, Stage]:
         """Return the stage of every transfer that is not over."""
         with self._changed:
-            return {name: sending.state.stage for name, sending in self._open.items()}
+            return {name: sending.state.stage for name, sending in self._open_transfers.items()}
 
     def close(self, timeout_s: float) -> None:
         """Cancel transfers that are not confirmed within `timeout_s` seconds, then end every link."""
@@ -290,8 +283,8 @@ class Sender(Handler):
             if self._closed:
                 return
             self._closed = True
-            self._changed.wait_for(lambda: not self._open, timeout_s)
-            open_transfers = list(self._open)
+            self._changed.wait_for(lambda: not self._open_transfers, timeout_s)
+            open_transfers = list(self._open_transfers)
         for transfer in open_transfers:
             self.cancel(transfer, "the sender is closing")
         self._links.close(timeout_s)
@@ -299,7 +292,7 @@ class Sender(Handler):
 
     # callbacks of links
 
-    def started(self, link: Link) -> None:
+    def handle_connected(self, link: Link) -> None:
         """Check a connected peer. Raises ChannelError if its engine has too many ranks."""
         peer = link.peer
         if peer is not None and peer.ranks > self._max_ranks:
@@ -308,9 +301,8 @@ class Sender(Handler):
                 f"{self._max_ranks}"
             )
         log.info("handoff: connected to %s", link)
-        self._links.settle(link, None)
 
-    def received(self, link: Link, message: messages.AnyMessage) -> None:
+    def handle_message(self, link: Link, message: messages.AnyMessage) -> None:
         match message:
             case messages.Admit(transfer, slots):
                 self._apply(transfer, partial(outgoing.admitted, slots=slots, now=time.monotonic()), link)
@@ -320,48 +312,55 @@ class Sender(Handler):
                 self._apply(transfer, partial(outgoing.refused, reason=reason), link)
             case messages.Release(transfer, reason):
                 known = self._apply(transfer, partial(outgoing.released, reason=reason), link)
-                with self._changed:  # answered once nothing is packed for the transfer
-                    known = known or any(
-                        sending.id == transfer and sending.link is link for sending in self._lending
-                    )
-                if not known:
-                    # the transfer is over here: records queued before this answer are written, none after it
-                    link.say(messages.Cancel(transfer))
+                with self._changed:  # a transfer with borrowed slots answers once they are returned
+                    known = known or any(s.id == transfer and s.link is link for s in self._lenders)
+                if not known:  # it is over: records queued before this answer are written, none after it
+                    link.queue_message(messages.Cancel(transfer))
             case _:
                 raise Unexpected(f"{type(message).__name__}: a sender takes no such message")
 
-    def ended(self, link: Link, error: BaseException) -> None:
+    def handle_ended(self, link: Link, error: BaseException) -> None:
         with self._changed:
-            lost = [sending for sending in self._open.values() if sending.link is link]
-            for sending in lost:
+            for sending in [s for s in self._open_transfers.values() if s.link is link]:
                 self._adopt(sending, outgoing.refused(sending.state, f"the receiver is gone: {error}"))
         self._complete()
-        self._links.settle(link, HandoffError(f"no receiver: {error}"))
 
-    def _apply(self, transfer: str, event: Callable[[Outgoing], Sent], link: Link | None = None) -> bool:
-        """Apply an event to a transfer; return whether the transfer is known, and of this link."""
+    def _link(self, address: str, subject: str) -> Link:
+        """Return the link to `address`, with the errors of `connect`, about `subject`. The lock is held."""
+        addresses.check_secret(address, self._has_secret)
+        if self._closed:
+            raise HandoffError(f"{subject}: the sender is closed")
+        try:
+            return self._links.link_to(address)
+        except ChannelError as error:
+            raise HandoffError(f"{subject}: {error}") from error
+
+    def _apply(
+        self, transfer: str, event: Callable[[Outgoing], Transition], link: Link | None = None
+    ) -> bool:
+        """Apply an event to a transfer; return False if there is none of this id, or not of this link."""
         with self._changed:
-            sending = self._open.get(transfer)
+            sending = self._open_transfers.get(transfer)
             if sending is None or link not in (None, sending.link):
                 return False
             self._adopt(sending, event(sending.state))
         self._complete()
         return True
 
-    def _adopt(self, sending: Sending, outcome: Sent, record: _Put | None = None) -> None:
-        """Adopt a new state and carry out its steps. The lock is held."""
+    def _adopt(self, sending: Sending, outcome: Transition, record: _Put | None = None) -> None:
+        """Adopt a new state and carry out its instructions. The lock is held."""
         before = sending.state.stage
-        sending.state, steps = outcome
-        for step in steps:
-            if isinstance(step, Send):
-                self._send(sending, step, record)
+        sending.state, instructions = outcome
+        for instruction in instructions:
+            if isinstance(instruction, Send):
+                self._send(sending, instruction, record)
             else:
-                sending.say(step)
+                sending.queue_or_hold(instruction)
         state = sending.state
         if state.stage is before:
             return
         if state.stage is Stage.ENDED:
-            del self._open[state.id]
+            del self._open_transfers[state.id]
             failed: Outcome = "refused" if before is Stage.ASKED else "failed"
             self.outcomes["done" if state.error is None else failed] += 1
         self._completions.extend(sending.completions(before))
@@ -374,50 +373,53 @@ class Sender(Handler):
             while True:
                 self._completions.popleft()()
 
-    def _send(self, sending: Sending, step: Send, record: _Put | None) -> None:
+    def _send(self, sending: Sending, send: Send, record: _Put | None) -> None:
         """Queue a record for its transfer. The lock is held."""
         assert record is not None
-        record.left += 1
+        record.remaining += 1
         sending.queued += 1
-        sending.link.send(
-            messages.Data(sending.id, step.index, record.lease.used),
+        sending.link.queue_record(
+            messages.Data(sending.id, send.index, record.lease.used),
             record.lease,
-            step.slot,
+            send.slot,
             lambda: sending.state.stage is not Stage.ENDED,
-            partial(self._sent, sending, record),
+            partial(self._record_sent, sending, record),
         )
 
-    def _lend(self, sending: Sending, name: str) -> Lease | None:
+    def _borrow_slot(self, sending: Sending, name: str) -> Lease | None:
         """Borrow a receiver's slot. The lock is held."""
 
         def returned() -> None:
             with self._changed:
                 if sending.borrowed.get(name) is lease:
-                    self._give_back(sending, name)
+                    self._return_slot(sending, name)
 
-        lease = sending.link.lend(sending.state.sends[name].slot, returned)
+        lease = sending.link.borrow_slot(sending.state.sends[name].slot, returned)
         if lease is not None:
             sending.borrowed[name] = lease
-            self._lending.add(sending)
+            self._lenders.add(sending)
         return lease
 
-    def _give_back(self, sending: Sending, name: str) -> None:
-        """Give back the borrowed slot of a record, if any. The lock is held."""
-        sending.give_back(name)
+    def _return_slot(self, sending: Sending, name: str) -> None:
+        """Return the borrowed slot of a record, if any. The lock is held."""
+        sending.return_slot(name)
         if not sending.borrowed:
-            self._lending.discard(sending)
+            self._lenders.discard(sending)
 
-    def _sent(self, sending: Sending | None, record: _Put, error: BaseException | None) -> None:
-        """Note that a record was sent to a transfer (None: there are no more), or that its link failed."""
+    def _record_sent(self, sending: Sending | None, record: _Put, error: BaseException | None) -> None:
+        """Count a record as sent to a transfer, with its link's error if it failed.
+
+        `sending`: None once the record was queued for all transfers.
+        """
         with self._changed:
-            record.left -= 1
-            last = not record.left
+            record.remaining -= 1
+            complete_now = not record.remaining
             if error is not None and record.error is None:
                 record.error = TierError(f"{record.name} was not sent: {error}")
             if sending is not None:
                 sending.queued -= 1
             idle = sending is not None and not sending.queued and error is None
-        if last:
+        if complete_now:
             complete(record.on_complete, record.name, record.lease, record.error)
         if sending is not None and idle:
             sending.on_change(sending)
@@ -425,8 +427,8 @@ class Sender(Handler):
     def _expire(self, now: float) -> float | None:
         """End transfers past their deadline, and return the next deadline."""
         with self._changed:
-            for sending in list(self._open.values()):
+            for sending in list(self._open_transfers.values()):
                 self._adopt(sending, outgoing.overdue(sending.state, now))
         self._complete()
         with self._changed:
-            return min((sending.state.deadline for sending in self._open.values()), default=None)
+            return min((sending.state.deadline for sending in self._open_transfers.values()), default=None)

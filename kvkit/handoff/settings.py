@@ -1,4 +1,4 @@
-"""Settings of handoff, their checks at start-up, and the tiers opened from them."""
+"""Settings of handoff, their checks at start-up, and the tiers that are opened from them."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from kvkit.handoff.receiver import Receiver
 from kvkit.handoff.sender import Sender
 from kvkit.handoff.tier import HandoffTier
 from kvkit.handoff.transport import addresses, tls
-from kvkit.handoff.transport.link import Identity
+from kvkit.handoff.transport.handshake import Identity
 from kvkit.staging import PAGE_BYTES, Staging
 from kvkit.tiers.base import Tier
 from kvkit.transfer.policy import Policy, Role, for_role
@@ -125,7 +125,7 @@ class HandoffConfig(BaseModel):
         return for_role(self.role, tuple(tiers), HANDOFF, tuple(self.peers))
 
     def check_tiers(self, tiers: Iterable[str]) -> None:
-        """Refuse names of other tiers that are too long to send to peers.
+        """Refuse names of other tiers that are too long for the protocol.
 
         Raises:
             ValueError: a name is too long.
@@ -140,7 +140,7 @@ class HandoffConfig(BaseModel):
         """Refuse a policy that uses a tier for what it cannot do. `tiers` are the other tiers.
 
         Raises:
-            ValueError: the policy does. The message names the setting, the tier and the choices.
+            ValueError: it does. The message names the setting, the tier and the choices.
         """
         reasons = {
             "retrieve_from": "role = 'prefill' receives nothing",
@@ -187,13 +187,13 @@ def buffer_size(config: HandoffConfig, layout: KVLayout, namespace: Namespace) -
 def slots_of(tokens: int, layout: KVLayout, namespace: Namespace) -> int:
     """Return the slots that a request of up to `tokens` tokens may take: whole chunks, then single blocks.
 
-    A last token alone in its block is not sent: the receiver computes it in any case. States take one
+    A last token that is alone in its block is not sent: the receiver computes it in any case. States take one
     snapshot.
     """
     block_tokens = min(group.block_tokens for group in layout.groups)
     chunks, rest = divmod(tokens, namespace.chunk_tokens)
     blocks = -(-max(rest - 1, 0) // block_tokens)
-    if chunks:  # a request one token short of its last whole chunk may take more
+    if chunks:  # a shorter request, one token short of its last whole chunk, may take more
         blocks = max(blocks, namespace.chunk_tokens // block_tokens - 1)
     return (chunks + blocks) * layout.token_groups + len(layout.groups) - layout.token_groups
 
@@ -206,7 +206,7 @@ def open_handoff(
     secret: bytes,
     timeout_s: float,
 ) -> list[Tier]:
-    """Open the tier "handoff" and one tier for each peer. Peers can connect and query from now on.
+    """Open the tier "handoff" and one tier for each peer. Peers can connect from now on.
 
     Args:
         in_memory: other tiers in this host's memory; peers may query and pull from them.

@@ -1,4 +1,4 @@
-"""Records received by handoff, as a tier."""
+"""Tier "handoff": the records that peers have sent."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from kvkit.tiers.base import OnComplete, Tier, TierError, complete, get_by_copy
 
 
 class HandoffTier(Tier):
-    """The records in the receiver's buffer as a read-only tier, which owns both sides of handoff.
+    """Records in the receiver's buffer, read-only. `borrow` shares the buffer's slots.
 
-    `borrow` shares the buffer's slots. Records are sent by `kvkit.handoff.chunk_sender.ChunkSender`.
+    The tier also owns the sender and the endpoint. `kvkit.handoff.chunk_sender.ChunkSender` sends records.
 
     Args:
-        receiver, sender: the sides that this node takes part in.
-        endpoint: endpoint where peers connect, or None.
-        shutdown_s: how long `close` waits for each of them, in seconds.
+        receiver, sender: None if this node does not receive, or does not send.
+        endpoint: endpoint where peers connect; None if this node does not listen.
+        shutdown_s: longest wait of `close` for each of them, in seconds.
     """
 
     in_memory = True

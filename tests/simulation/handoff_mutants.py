@@ -36,10 +36,10 @@ HANDOFF_MUTANTS = (
         """\
         with self._changed:
             self._links.pop(link.number, None)
-            self._apply(states.lost(self._buffer, link.number, time.monotonic()), quiet=link.number)
+            self._apply(states.peer_lost(self._buffer, link.number, time.monotonic()), quiet=link.number)
 """,
         """\
-        outcome = states.lost(self._buffer, link.number, time.monotonic())
+        outcome = states.peer_lost(self._buffer, link.number, time.monotonic())
         with self._changed:
             self._links.pop(link.number, None)
             self._apply(outcome, quiet=link.number)
@@ -87,11 +87,11 @@ HANDOFF_MUTANTS = (
         "nobody hears that a transfer was committed",
         RECEIVER,
         """\
-                link.say(message)
+                link.queue_message(message)
         self._changed.notify_all()
 """,
         """\
-                link.say(message)
+                link.queue_message(message)
 """,
     ),
     # slots
@@ -112,11 +112,11 @@ HANDOFF_MUTANTS = (
         SENDER,
         """\
         if self.borrowed:
-            self.held_back.append(message)
+            self.held_messages.append(message)
 """,
         """\
         if self.borrowed and not isinstance(message, messages.Cancel):
-            self.held_back.append(message)
+            self.held_messages.append(message)
 """,
     ),
     planted(
@@ -152,7 +152,7 @@ HANDOFF_MUTANTS = (
     planted(
         "what a receiver says of a link that ended is not forgotten",
         ENDPOINT,
-        "        if self._receiver is not None:\n            self._receiver.lost(link)\n",
+        "        if self._receiver is not None:\n            self._receiver.handle_ended(link)\n",
         "",
     ),
     # ends

@@ -17,7 +17,7 @@ from kvkit.handoff.protocol.states import Limits, Phase, RequestRef
 from kvkit.handoff.receiver import Receiver
 from kvkit.handoff.sender import HandoffError, Sender, Sending
 from kvkit.handoff.transport.channel import ChannelError
-from kvkit.handoff.transport.link import Identity
+from kvkit.handoff.transport.handshake import Identity
 from kvkit.handoff.transport.unix import PeerArena
 from kvkit.staging import Lease, Staging, StagingTimeout, release_all
 from simulation.network import Network, Process
@@ -302,7 +302,7 @@ class Side:
             self.life.say("cancels {}", transfer)
             self.at_once(self.sender.cancel, transfer)
             if r.random() < 0.3:  # said twice
-                handle.link.say(messages.Cancel(transfer))
+                handle.link.queue_message(messages.Cancel(transfer))
         elif outcome != "left":
             self.at_once(self.sender.finish, transfer)
         began = self.scheduler.now
@@ -339,7 +339,7 @@ class Side:
     def lent(self, handle: Sending, name: str) -> bool:
         """Make a record where it is to be; whether that was done, or came to nothing."""
         calm, r = self.life.plan.calm, self.random
-        loan = self.at_once(self.sender.lend, [handle], [name])
+        loan = self.at_once(self.sender.borrow_slots, [handle], [name])
         if loan is None:
             return False
         self.life.say("has a slot of D for {}", short(name))

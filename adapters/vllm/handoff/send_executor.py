@@ -22,7 +22,7 @@ class SendExecutor(Capability):
         self.prompts = Prompts(
             ChunkSender(sender, cache.layout, cache.writes),
             cache.namespace,
-            held=partial(cache.held_async, tiers=shared) if shared else None,
+            count_shared=partial(cache.held_async, tiers=shared) if shared else None,
             block_tokens=context.block_tokens,
             allocation_s=context.settings.handoff_timeout_s,
             wake=context.wakeups.notify,
@@ -36,40 +36,40 @@ class SendExecutor(Capability):
         """Ask decode engines for room for what the step will send."""
         for send in step.sends:
             prompt, space = send.sequence, self._context.namespaces.of(send.sequence)
-            self.prompts.begin(
+            self.prompts.begin_prompt(
                 send.request_id, send.transfer, send.address, prompt.tokens, space, prompt.rest
             )
         # a peer's memory is not pinned, and a GPU copies faster into pinned memory
-        self.prompts.compute({} if self._context.on_gpu else self._pieces(step, lambda: None))
+        self.prompts.begin_pieces({} if self._context.on_gpu else self._pieces(step, lambda: None))
 
     def computed(self, name: str) -> None:
         if name in self._context.layers:
-            self.prompts.computed(self._context.layers[name])
+            self.prompts.pack_layer(self._context.layers[name])
 
     def save(self, step: StepMetadata, ready: Callable[[], object]) -> None:
         pieces = self._pieces(step, ready)
         for send in step.sends:
             if send.request_id in pieces:
-                self.prompts.send(send.request_id, pieces[send.request_id])
+                self.prompts.send_piece(send.request_id, pieces[send.request_id])
             else:
-                self.prompts.cancel(send.request_id, send.last)
+                self.prompts.cancel_prompt(send.request_id, send.last)
         if self._context.settings.send == "sync" and step.sends:
-            self.prompts.wait(self._context.settings.handoff_timeout_s)
+            self.prompts.wait_for_arrival(self._context.settings.handoff_timeout_s)
         else:
-            self.prompts.go_on()
+            self.prompts.advance()
 
     def discard_step(self) -> None:
-        self.prompts.drop()
+        self.prompts.drop_pieces()
 
     def finish(self, request_ids: set[str], finished: FinishedRequests) -> None:
-        self.prompts.go_on()
-        finished.released |= self.prompts.done(request_ids)
+        self.prompts.advance()
+        finished.released |= self.prompts.take_released(request_ids)
 
     def holds_blocks(self, request_id: str) -> bool:
         return request_id in self.prompts
 
     def drop_kv(self) -> None:
-        self.prompts.cancel_all()
+        self.prompts.cancel_prompts()
 
     def close(self) -> None:
         self.prompts.close(self._context.cache.shutdown_timeout_s)

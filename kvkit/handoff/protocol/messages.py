@@ -1,6 +1,6 @@
-"""Messages between two nodes: small bounded structs, as MessagePack, with one decoder and one error.
+"""Messages between two nodes: small structs with bounded fields, encoded as MessagePack.
 
-docs/handoff.md describes the protocol: who sends which message when, and how messages are framed.
+docs/handoff.md describes the protocol: the order of the messages, and their frames.
 """
 
 from __future__ import annotations
@@ -19,15 +19,16 @@ MAX_BODY_BYTES = 4 << 20
 """Largest body of a frame, which is one message."""
 
 MAX_NAMES = 32768
-"""Most records in one transfer or query. Even with the longest names they fit in MAX_BODY_BYTES."""
+"""Most records in one transfer or query. Their names, however long, fit in MAX_BODY_BYTES."""
 
 MAX_DEADLINE_S = 3600.0
+"""Longest time that a sender may give a receiver to find slots."""
 
 MAX_ID = 128
 """Most characters of a transfer id."""
 
 MAX_PEER_NAME = 100
-"""Most characters of a peer's name. The ids of its pulls are this name and a number."""
+"""Most characters of a peer's name. The id of a pull from it is this name and a number."""
 
 MAX_RANKS = 1024
 """Most ranks of an engine, and most transfers of one request."""
@@ -73,9 +74,10 @@ class Hello(Message, frozen=True, forbid_unknown_fields=False):
         namespace: digest of the namespace without LoRA and salt, in hex; both sides need the same.
         layout: `KVLayout.fingerprint()`.
         slot_bytes: bytes of its largest record.
-        nonce: random bytes, for this connection alone.
+        nonce: random bytes, different for each connection.
         ranks: number of ranks of its engine.
-        record_ranks: number of records that hold the heads of a layer; 0: no other rank can use them.
+        record_ranks: number of records that the heads of a layer are divided into; 0: only the peer's rank
+            of the same number can use them.
         draft: identity of the draft model, if the records hold its KV too; empty for none.
     """
 
@@ -91,20 +93,20 @@ class Hello(Message, frozen=True, forbid_unknown_fields=False):
 
 
 class Proof(Message, frozen=True):
-    """Proof that this side knows the secret: HMAC-SHA256 over both hellos, see `transport.auth`."""
+    """Proof that this side knows the secret: HMAC-SHA256 over both hellos, see `transport.handshake`."""
 
     mac: Random
 
 
 class Query(Message, frozen=True):
-    """Client: requests the leading run of `names` in each host-memory tier. Answered by `Found`, same id."""
+    """Client: asks how many leading `names` each host-memory tier holds. Answered by `Found` of this id."""
 
     id: Number
     names: Names
 
 
 class TierRun(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Leading run in one tier: it holds the first `records` of the names in the query."""
+    """Number of leading names of a query that one tier holds: `records`."""
 
     tier: Label
     scope: Literal["node", "shared"]
@@ -112,20 +114,20 @@ class TierRun(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class Found(Message, frozen=True):
-    """Answer to a `Query`: one run for each host-memory tier."""
+    """Answer to the `Query` of this id: one run for each host-memory tier."""
 
     id: Number
     runs: Annotated[tuple[TierRun, ...], msgspec.Meta(max_length=64)]
 
 
-class OfTransfer(Message, frozen=True):
+class TransferMessage(Message, frozen=True):
     """Base class of messages about one transfer. The side that opens the transfer chooses its id."""
 
     transfer: Id
 
 
-class Asking(OfTransfer, frozen=True):
-    """Base class of messages that list records, each once."""
+class NamedRecords(TransferMessage, frozen=True):
+    """Base class of messages that list records by name, each once."""
 
     names: Names
 
@@ -134,12 +136,13 @@ class Asking(OfTransfer, frozen=True):
             raise ValueError("names: a record is listed twice")
 
 
-class Reserve(Asking, frozen=True):
+class Reserve(NamedRecords, frozen=True):
     """Sender: requests slots for all of `names`. The receiver answers `Admit` or `Refuse` by the deadline.
 
     Attributes:
+        deadline_s: seconds within which the receiver must find slots.
         request: id of the request that the transfer belongs to; empty: the transfer's own id.
-        parts: number of transfers that bring the request to this receiver. All are admitted together.
+        parts: number of transfers to this receiver that make up the request. All are admitted together.
     """
 
     deadline_s: Seconds
@@ -147,72 +150,58 @@ class Reserve(Asking, frozen=True):
     parts: Ranks = 1
 
 
-class Admit(OfTransfer, frozen=True):
+class Admit(TransferMessage, frozen=True):
     """Receiver: a slot for each name, -1 for a record that it has already."""
 
     slots: Annotated[tuple[Slot, ...], msgspec.Meta(min_length=1, max_length=MAX_NAMES)]
 
 
-class Refuse(OfTransfer, frozen=True):
-    """Receiver: it has no slots for the transfer, which is over."""
+class Refuse(TransferMessage, frozen=True):
+    """Receiver: it has no slots for the transfer, which ends."""
 
     reason: Reason
 
 
-class Data(OfTransfer, frozen=True):
-    """Sender: the record `names[index]`, `size` bytes, follows or is in its slot of the shared memory."""
+class Data(TransferMessage, frozen=True):
+    """Sender: the record `names[index]` of `size` bytes is this frame's payload, or is in its shared slot."""
 
     index: Index
     size: ByteCount
 
 
-class Commit(OfTransfer, frozen=True):
+class Commit(TransferMessage, frozen=True):
     """Sender: all records were sent, except for the `missing` ones."""
 
     missing: Annotated[tuple[Index, ...], msgspec.Meta(max_length=MAX_NAMES)] = ()
 
 
-class Done(OfTransfer, frozen=True):
+class Done(TransferMessage, frozen=True):
     """Receiver: all records have arrived and are available."""
 
 
-class Cancel(OfTransfer, frozen=True):
-    """Sender: it writes no more to slots of the transfer. Ends it, or acknowledges its `Release`."""
+class Cancel(TransferMessage, frozen=True):
+    """Sender: it no longer writes to slots of the transfer. Ends it, or acknowledges its `Release`."""
 
 
-class Release(OfTransfer, frozen=True):
-    """Receiver: it no longer needs the transfer: used, expired or failed. The sender answers `Cancel`."""
+class Release(TransferMessage, frozen=True):
+    """Receiver: the transfer was used, expired or failed, and ends. The sender answers `Cancel`."""
 
     reason: Reason
 
 
-class Pull(Asking, frozen=True):
-    """Receiver: requests records. Answered by `Data` with payload, then `Commit`; its `Release` ends it."""
+class Pull(NamedRecords, frozen=True):
+    """Receiver: requests records. Answered by `Data` with payload, then `Commit`. `Release` ends the pull."""
 
 
 class Error(Message, frozen=True):
-    """The other side broke the protocol or is refused: the connection ends."""
+    """The recipient broke the protocol or is refused: the connection ends."""
 
     code: Code
     message: Reason
 
 
-AnyMessage = (
-    Hello
-    | Proof
-    | Query
-    | Found
-    | Reserve
-    | Admit
-    | Refuse
-    | Data
-    | Commit
-    | Done
-    | Cancel
-    | Release
-    | Pull
-    | Error
-)
+AnyTransferMessage = Reserve | Admit | Refuse | Data | Commit | Done | Cancel | Release | Pull
+AnyMessage = Hello | Proof | Query | Found | AnyTransferMessage | Error
 
 _encoder = msgspec.msgpack.Encoder()
 _decoder: msgspec.msgpack.Decoder[AnyMessage] = msgspec.msgpack.Decoder(AnyMessage)
@@ -231,7 +220,7 @@ def encode(message: Message) -> bytes:
 
 
 def decode(body: bytes | memoryview) -> AnyMessage:
-    """Decode the message in the body of a frame, and check its bounds.
+    """Decode the message in the body of a frame, and check the bounds of its fields.
 
     Raises:
         MessageError: the body is no valid message.
@@ -245,7 +234,7 @@ def decode(body: bytes | memoryview) -> AnyMessage:
 
 
 def check_id(what: str, name: object, most: int = MAX_ID) -> str:
-    """Return `name`, the id of a `what`, if it is valid: peers disconnect at an invalid one.
+    """Return `name`, the id of a `what` ("transfer", "peer"), if it is valid: peers refuse an invalid one.
 
     Raises:
         MessageError: the id is invalid.

@@ -1,11 +1,11 @@
-"""State machine of outgoing transfers: pure functions (state, event) -> (state, instructions).
+"""State machine of a transfer at its sender: pure functions (state, event) -> (state, instructions).
 
     asked -> sending -> committed -> ended
       |         |           |          ^
       +---------+-----------+----------'  refused, released by the receiver, cancelled, too late
 
 A transfer takes records only once it is admitted. While it waits for its receiver it holds no slots of its
-own host, so nodes cannot wait for each other's slots in a circle.
+own node, so nodes cannot deadlock on each other's slots.
 """
 
 from __future__ import annotations
@@ -44,9 +44,9 @@ class Outgoing:
 
     Attributes:
         names: names of its records.
-        sends: how to send each record that the receiver lacks, by name. Empty until it is admitted.
+        sends: by name, the instruction for each record that the receiver lacks. Empty until it is admitted.
         unsent: names in `sends` that were not put yet.
-        deadline: time at which it is cancelled.
+        deadline: monotonic time at which it is cancelled.
         error: why it failed; None if the receiver has everything.
         missing: number of records that were never put.
     """
@@ -62,24 +62,27 @@ class Outgoing:
     missing: int = 0
 
     @staticmethod
-    def asked(
+    def opened(
         transfer: str, names: Sequence[str], deadline_s: float, transfer_s: float, now: float
     ) -> Outgoing:
-        """Return a transfer that asks for slots; `transfer_s` limits every later wait, in seconds."""
+        """Return a transfer that has asked for slots; `transfer_s` limits each later stage, in seconds."""
         return Outgoing(transfer, tuple(names), Stage.ASKED, now + deadline_s, transfer_s)
 
 
-Sent = tuple[Outgoing, tuple[Instruction, ...]]
+Transition = tuple[Outgoing, tuple[Instruction, ...]]
 
 
-def admitted(out: Outgoing, slots: Sequence[int], now: float) -> Sent:
-    """Start sending: the receiver admits the transfer; its slot is -1 for records that it has already.
+def admitted(out: Outgoing, slots: Sequence[int], now: float) -> Transition:
+    """Start sending: the receiver admits the transfer.
+
+    Args:
+        slots: slot of each record, -1 for records that the receiver has already.
 
     Raises:
         Unexpected: the transfer is admitted already, or there is not one slot for each name.
     """
     if out.stage is not Stage.ASKED:
-        return _unasked(out)
+        return _unexpected_answer(out)
     if len(slots) != len(out.names):
         raise Unexpected(f"transfer {out.id}: {len(slots)} slots for {len(out.names)} records")
     sends = {out.names[i]: Send(i, slot) for i, slot in enumerate(slots) if slot >= 0}
@@ -89,51 +92,51 @@ def admitted(out: Outgoing, slots: Sequence[int], now: float) -> Sent:
     return (sending, ()) if sends else _commit(sending, now)
 
 
-def put(out: Outgoing, name: str, now: float) -> Sent:
+def put(out: Outgoing, name: str, now: float) -> Transition:
     """Send a record, and the commit after the last one. Does nothing if the record is not expected."""
     if out.stage is not Stage.SENDING or name not in out.unsent:
         return out, ()
     sending = replace(out, unsent=out.unsent - {name}, deadline=now + out.transfer_s)
     if sending.unsent:
         return sending, (out.sends[name],)
-    committed, steps = _commit(sending, now)
-    return committed, (out.sends[name], *steps)
+    committed, instructions = _commit(sending, now)
+    return committed, (out.sends[name], *instructions)
 
 
-def finish(out: Outgoing, now: float) -> Sent:
+def finish(out: Outgoing, now: float) -> Transition:
     """Commit what was put; no more records follow. A transfer that is not admitted is cancelled."""
     if out.stage is Stage.ASKED:
         return cancelled(out, "it was finished before it was admitted")
     return _commit(out, now) if out.stage is Stage.SENDING else (out, ())
 
 
-def done(out: Outgoing) -> Sent:
+def done(out: Outgoing) -> Transition:
     """End the transfer: the receiver has everything.
 
     Raises:
         Unexpected: the transfer is not committed.
     """
     if out.stage is not Stage.COMMITTED:
-        return _unasked(out)
-    return _over(out, None), ()
+        return _unexpected_answer(out)
+    return _ended(out, None), ()
 
 
-def refused(out: Outgoing, reason: str) -> Sent:
+def refused(out: Outgoing, reason: str) -> Transition:
     """End the transfer: the receiver has too few slots or has disconnected."""
-    return (out, ()) if out.stage is Stage.ENDED else (_over(out, reason), ())
+    return (out, ()) if out.stage is Stage.ENDED else (_ended(out, reason), ())
 
 
-def released(out: Outgoing, reason: str) -> Sent:
-    """End the transfer that its receiver released; at any stage, confirm that nothing more is written."""
+def released(out: Outgoing, reason: str) -> Transition:
+    """End the transfer that its receiver released. Confirms at any stage that nothing more is written."""
     return refused(out, reason)[0], (Cancel(out.id),)
 
 
-def cancelled(out: Outgoing, reason: str) -> Sent:
+def cancelled(out: Outgoing, reason: str) -> Transition:
     """Cancel the transfer."""
-    return (out, ()) if out.stage is Stage.ENDED else (_over(out, reason), (Cancel(out.id),))
+    return (out, ()) if out.stage is Stage.ENDED else (_ended(out, reason), (Cancel(out.id),))
 
 
-def overdue(out: Outgoing, now: float) -> Sent:
+def overdue(out: Outgoing, now: float) -> Transition:
     """Cancel the transfer if it is past its deadline."""
     reasons = {
         Stage.ASKED: "the receiver did not answer in time",
@@ -143,7 +146,7 @@ def overdue(out: Outgoing, now: float) -> Sent:
     return (out, ()) if now < out.deadline or out.stage is Stage.ENDED else cancelled(out, reasons[out.stage])
 
 
-def _commit(out: Outgoing, now: float) -> Sent:
+def _commit(out: Outgoing, now: float) -> Transition:
     missing = tuple(i for i, name in enumerate(out.names) if name in out.unsent)
     deadline = now + out.transfer_s
     committed = replace(
@@ -152,12 +155,12 @@ def _commit(out: Outgoing, now: float) -> Sent:
     return committed, (Commit(out.id, missing),)
 
 
-def _over(out: Outgoing, error: str | None) -> Outgoing:
+def _ended(out: Outgoing, error: str | None) -> Outgoing:
     return replace(out, stage=Stage.ENDED, unsent=frozenset(), error=error)
 
 
-def _unasked(out: Outgoing) -> Sent:
-    """Ignore an answer that crossed a cancel on its way; any other is an error."""
+def _unexpected_answer(out: Outgoing) -> Transition:
+    """Ignore an answer to a transfer that has ended: it was sent before. Any other is an error."""
     if out.stage is Stage.ENDED:
         return out, ()
     raise Unexpected(f"transfer {out.id} is {out.stage}: this answer is not expected")

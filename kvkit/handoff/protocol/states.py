@@ -1,16 +1,16 @@
-"""State machine of incoming transfers: pure functions (state, event) -> (state, actions).
+"""State machine of a receiver's buffer: pure functions (state, event) -> (state, actions).
 
-The state is the whole buffer, since transfers compete for its slots:
+The state holds all transfers, since they compete for slots:
 
     reserve -> waiting -> receiving -> committed -> ended
                  |            |           |
                  +- refused   +-----------+- released, cancelled, peer lost, too late
 
-A reservation is for the whole request: all or nothing, first come, first served. An admitted transfer needs
-no more slots and ends by itself or by its deadline. A waiting transfer never delays the data, commit,
-cancel or release of another. So every transfer that fits the buffer is admitted or refused in finite time.
-Several transfers may be the parts of one request, from several ranks of another engine: they are admitted
-together and end together. `kvkit.handoff.protocol.outgoing` is the other side.
+A request gets all its slots at once or none, in order of arrival. An admitted transfer needs no more slots
+and ends by itself or by its deadline. A waiting transfer delays only the admission of others. So every
+transfer that fits the buffer is admitted or refused in finite time. Several transfers may be the parts of one
+request, from several ranks of another engine: they are admitted together and end together.
+`kvkit.handoff.protocol.outgoing` is the sender's side.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from enum import StrEnum
 from typing import Literal
 
 MAX_TRANSFERS = 4096
-"""Most transfers in a buffer at a time, including the waiting ones."""
+"""Most transfers in a buffer at a time, including those that wait."""
 
 
 class Phase(StrEnum):
@@ -35,16 +35,16 @@ class Phase(StrEnum):
 
 
 Outcome = Literal["done", "refused", "failed"]
-"""Outcome of a transfer, for counters. A failed one was admitted but did not complete."""
+"""Outcome of a transfer, for counters. A failed transfer was admitted and did not complete."""
 
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """How long a transfer may stay in each phase, in seconds.
+    """Longest time of a transfer in each phase, in seconds.
 
     Args:
         allocation_s: waiting for slots.
-        transfer_s: receiving, without anything coming in.
+        transfer_s: receiving, since its last record.
         idle_s: committed, without being used.
     """
 
@@ -55,7 +55,7 @@ class Limits:
 
 @dataclass(frozen=True, slots=True)
 class RequestRef:
-    """The request of a transfer, and the number of transfers that bring it to this node."""
+    """The request of a transfer, and the number of transfers to this node that make it up."""
 
     id: str
     parts: int = 1
@@ -67,19 +67,19 @@ class Incoming:
 
     Attributes:
         peer: its sender; events from other peers do not apply.
-        names: names of its records; the fields below are indices into them.
-        of: request that it brings, in whole or in part.
+        names: names of its records; the sets below hold indices into them.
+        request: request that it belongs to.
         elsewhere: records that this node has in other memory.
         shared: records that the buffer held from other transfers when this one was admitted.
-        own: records with a slot of this transfer; once committed, those that arrived.
+        own: records with a slot of this transfer; once committed, only those that arrived.
         arrived: records of `own` that have arrived.
-        deadline: time at which it expires.
+        deadline: monotonic time at which it expires.
     """
 
     id: str
     peer: Hashable
     names: tuple[str, ...]
-    of: RequestRef
+    request: RequestRef
     phase: Phase
     deadline: float
     elsewhere: frozenset[int] = frozenset()
@@ -89,7 +89,7 @@ class Incoming:
 
     @property
     def holds(self) -> frozenset[int]:
-        """Records in the buffer that stay at least as long as this transfer."""
+        """Records that the buffer keeps at least as long as this transfer."""
         return self.shared | self.own if self.phase is Phase.COMMITTED else self.shared
 
 
@@ -101,9 +101,9 @@ class Buffer:
         slots: number of slots in the buffer.
         free: number of slots that a transfer can get.
         lent: number of slots that transfers have released but that are still read or written.
-        transfers: transfers by id, in the order of arrival.
-        requests: transfers that have asked for slots, in their order, by request id; has no entry for a
-            request that is a single transfer with the same id.
+        transfers: transfers by id, in order of arrival.
+        requests: ids of the transfers of each request, in order of arrival; without the requests that are a
+            single transfer with the same id.
         held: number of transfers that hold a record, by its name.
         closed: True if no more transfers are admitted.
     """
@@ -125,7 +125,7 @@ class Buffer:
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """Decision about a transfer; it is also reported to the sender."""
+    """Decision about a transfer, which is reported to its sender."""
 
     transfer: str
     peer: Hashable
@@ -171,11 +171,11 @@ class Delete:
 
 
 Action = Verdict | Delete
-Next = tuple[Buffer, tuple[Action, ...]]
+Transition = tuple[Buffer, tuple[Action, ...]]
 
 
 class Unexpected(ValueError):
-    """An event does not fit the state of its transfer: the peer broke the protocol."""
+    """An event is not allowed in the state of its transfer: the peer broke the protocol."""
 
 
 def reserve(
@@ -186,15 +186,15 @@ def reserve(
     elsewhere: Collection[str],
     deadline_s: float,
     now: float,
-    of: RequestRef | None = None,
-) -> Next:
-    """Reserve slots for distinct `names`, except for those that this node has `elsewhere`.
+    request: RequestRef | None = None,
+) -> Transition:
+    """Ask for slots for distinct `names`, except for those that this node has `elsewhere`.
 
-    `of`: request of the transfer; None if the transfer is the whole request.
+    `request`: request of the transfer; None if the transfer is the whole request.
     """
     elsewhere_indices = frozenset(i for i, name in enumerate(names) if name in elsewhere)
-    of = of or RequestRef(transfer)
-    others = [] if of.id == transfer else parts_of(buffer, of.id)
+    request = request or RequestRef(transfer)
+    others = [] if request.id == transfer else parts_of(buffer, request.id)
     required_slots = (
         len(names) - len(elsewhere_indices) + sum(len(part.names) - len(part.elsewhere) for part in others)
     )
@@ -203,25 +203,27 @@ def reserve(
         reason = "the receiver is closing"
     elif transfer in buffer.transfers or transfer in buffer.requests:
         reason = f"there is a transfer {transfer} already"
-    elif others and (others[0].of != of or len(others) == of.parts):
-        reason = f"request {of.id} has {len(others)} of {others[0].of.parts} transfers already"
+    elif others and (others[0].request != request or len(others) == request.parts):
+        reason = f"request {request.id} has {len(others)} of {others[0].request.parts} transfers already"
     elif len(buffer.transfers) >= MAX_TRANSFERS:
         reason = f"{MAX_TRANSFERS} transfers are in flight"
     if reason is not None:
         return buffer, (Deny(transfer, peer, reason),)
     deadline = now + min(deadline_s, buffer.limits.allocation_s)
-    waiting = Incoming(transfer, peer, tuple(names), of, Phase.WAITING, deadline, elsewhere=elsewhere_indices)
+    waiting = Incoming(
+        transfer, peer, tuple(names), request, Phase.WAITING, deadline, elsewhere=elsewhere_indices
+    )
     buffer = _put(buffer, waiting)
-    if of.id != transfer:
-        transfer_ids = (*buffer.requests.get(of.id, ()), transfer)
-        buffer = replace(buffer, requests={**buffer.requests, of.id: transfer_ids})
+    if request.id != transfer:
+        transfer_ids = (*buffer.requests.get(request.id, ()), transfer)
+        buffer = replace(buffer, requests={**buffer.requests, request.id: transfer_ids})
     if required_slots > buffer.slots:
         reason = f"{required_slots} records do not fit the buffer's {buffer.slots} slots"
         return _end(buffer, [waiting], reason, now)
     return _admit(buffer, now)
 
 
-def arrived(buffer: Buffer, transfer: str, peer: Hashable, index: int, now: float) -> Next:
+def record_arrived(buffer: Buffer, transfer: str, peer: Hashable, index: int, now: float) -> Transition:
     """Note that a record is in its slot. Does nothing if the transfer is over.
 
     Raises:
@@ -236,7 +238,7 @@ def arrived(buffer: Buffer, transfer: str, peer: Hashable, index: int, now: floa
     return _put(buffer, replace(incoming, arrived=incoming.arrived | {index}, deadline=deadline)), ()
 
 
-def commit(buffer: Buffer, transfer: str, peer: Hashable, missing: Collection[int], now: float) -> Next:
+def commit(buffer: Buffer, transfer: str, peer: Hashable, missing: Collection[int], now: float) -> Transition:
     """Commit a transfer: all its records but `missing` have arrived. Does nothing if it is over.
 
     Raises:
@@ -254,18 +256,18 @@ def commit(buffer: Buffer, transfer: str, peer: Hashable, missing: Collection[in
     rest = incoming.own - keep
     committed = replace(incoming, phase=Phase.COMMITTED, own=incoming.arrived)
     changed = replace(_put(buffer, committed), held=held, lent=buffer.lent + len(rest))
-    parts = parts_of(changed, incoming.of.id)
-    # without a deadline: this transfer waits until the other parts are committed
+    parts = parts_of(changed, incoming.request.id)
+    # no deadline while it waits for the other parts to be committed
     incomplete = any(part.phase is not Phase.COMMITTED for part in parts)
     for part in [committed] if incomplete else parts:
         changed = _put(
             changed, replace(part, deadline=math.inf if incomplete else now + buffer.limits.idle_s)
         )
-    changed, admitted = _admit(changed, now)  # transfers waiting for the same records need fewer slots now
+    changed, admitted = _admit(changed, now)  # transfers that wait for the same records need fewer slots now
     return changed, (Complete(transfer, peer, frozenset(keep), rest), *admitted)
 
 
-def cancel(buffer: Buffer, transfer: str, peer: Hashable, now: float) -> Next:
+def cancel(buffer: Buffer, transfer: str, peer: Hashable, now: float) -> Transition:
     """End a transfer that its sender cancelled. Does nothing if it is committed or over."""
     incoming = buffer.transfers.get(transfer)
     if incoming is None or incoming.peer != peer or incoming.phase is Phase.COMMITTED:
@@ -273,19 +275,19 @@ def cancel(buffer: Buffer, transfer: str, peer: Hashable, now: float) -> Next:
     return _end(buffer, [incoming], "cancelled by its sender", now)
 
 
-def release(buffer: Buffer, request_id: str, reason: str, now: float) -> Next:
+def release(buffer: Buffer, request_id: str, reason: str, now: float) -> Transition:
     """End a request that this node no longer needs. Does nothing if it is over."""
     return _end(buffer, parts_of(buffer, request_id), reason, now)
 
 
 def parts_of(buffer: Buffer, request_id: str) -> list[Incoming]:
-    """Return the transfers of a request that have asked for slots and are not over."""
+    """Return the transfers of a request that have arrived and are not over."""
     transfer_ids = buffer.requests.get(request_id, (request_id,))
     return [buffer.transfers[transfer] for transfer in transfer_ids if transfer in buffer.transfers]
 
 
-def delete(buffer: Buffer, names: Collection[str]) -> Next:
-    """Remove damaged records: no transfer holds them any longer."""
+def delete(buffer: Buffer, names: Collection[str]) -> Transition:
+    """Remove damaged records from the buffer and from the transfers that hold them."""
     deleted = tuple(name for name in names if name in buffer.held)
     if not deleted:
         return buffer, ()
@@ -301,19 +303,19 @@ def delete(buffer: Buffer, names: Collection[str]) -> Next:
     return changed, (Delete(deleted),)
 
 
-def lost(buffer: Buffer, peer: Hashable, now: float) -> Next:
-    """End the transfers of a disconnected sender. Committed transfers stay."""
+def peer_lost(buffer: Buffer, peer: Hashable, now: float) -> Transition:
+    """End the transfers of a disconnected sender that are not committed."""
     ending = [t for t in buffer.transfers.values() if t.peer == peer and t.phase is not Phase.COMMITTED]
     return _end(buffer, ending, "its sender is gone", now)
 
 
-def freed(buffer: Buffer, count: int, now: float) -> Next:
+def slots_freed(buffer: Buffer, count: int, now: float) -> Transition:
     """Free `count` of the lent slots: nothing reads or writes them any more."""
-    assert count <= buffer.lent, f"{count} slots came back, {buffer.lent} were away"
+    assert count <= buffer.lent, f"{count} slots are freed, {buffer.lent} were lent"
     return _admit(replace(buffer, lent=buffer.lent - count, free=buffer.free + count), now)
 
 
-def expire(buffer: Buffer, now: float) -> Next:
+def expire(buffer: Buffer, now: float) -> Transition:
     """End transfers that are past their deadline."""
     reasons = {
         Phase.WAITING: "no slots came free in time",
@@ -328,7 +330,7 @@ def expire(buffer: Buffer, now: float) -> Next:
     return buffer, tuple(actions)
 
 
-def close(buffer: Buffer, now: float, *, at_once: bool) -> Next:
+def close(buffer: Buffer, now: float, *, at_once: bool) -> Transition:
     """Admit no more transfers, and end those that wait; if `at_once`, end all."""
     buffer = replace(buffer, closed=True)
     ending = [t for t in buffer.transfers.values() if at_once or t.phase is Phase.WAITING]
@@ -350,12 +352,14 @@ def check_integrity(buffer: Buffer) -> None:
     assert min(buffer.free, buffer.lent) >= 0, buffer
     assert buffer.free + buffer.lent + filling + len(buffer.held) == buffer.slots, buffer
     holders: Counter[str] = Counter()
-    assert buffer.requests.keys() == {t.of.id for t in buffer.transfers.values()} - buffer.transfers.keys()
+    assert (
+        buffer.requests.keys() == {t.request.id for t in buffer.transfers.values()} - buffer.transfers.keys()
+    )
     for request_id in buffer.requests:
         parts = parts_of(buffer, request_id)
         waiting = [part for part in parts if part.phase is Phase.WAITING]
-        assert {part.of for part in parts} == {parts[0].of}, buffer
-        assert waiting == parts or (not waiting and len(parts) == parts[0].of.parts), buffer
+        assert {part.request for part in parts} == {parts[0].request}, buffer
+        assert waiting == parts or (not waiting and len(parts) == parts[0].request.parts), buffer
     for transfer in buffer.transfers.values():
         assert not transfer.shared & transfer.own, transfer
         assert transfer.arrived <= transfer.own, transfer
@@ -364,7 +368,7 @@ def check_integrity(buffer: Buffer) -> None:
 
 
 def _receiving(buffer: Buffer, transfer: str, peer: Hashable) -> Incoming | None:
-    """Return the receiving transfer; None if it is over, which its sender may not know yet."""
+    """Return a transfer that must be receiving; None if it is over, which its sender may not know yet."""
     incoming = buffer.transfers.get(transfer)
     if incoming is not None and (incoming.peer != peer or incoming.phase is not Phase.RECEIVING):
         raise Unexpected(f"transfer {transfer}: this peer has no receiving transfer of this id")
@@ -375,12 +379,12 @@ def _put(buffer: Buffer, transfer: Incoming) -> Buffer:
     return replace(buffer, transfers={**buffer.transfers, transfer.id: transfer})
 
 
-def _admit(buffer: Buffer, now: float) -> Next:
-    """Admit waiting requests, in the order in which their last parts asked, until one does not fit."""
+def _admit(buffer: Buffer, now: float) -> Transition:
+    """Admit waiting requests, in the order in which their last parts arrived, until one does not fit."""
     actions: list[Action] = []
     for last in [t for t in buffer.transfers.values() if t.phase is Phase.WAITING]:
-        parts = parts_of(buffer, last.of.id)
-        if len(parts) < last.of.parts or parts[-1] is not last:
+        parts = parts_of(buffer, last.request.id)
+        if len(parts) < last.request.parts or parts[-1] is not last:
             continue
         admitted = []
         for part in parts:
@@ -400,7 +404,7 @@ def _admit(buffer: Buffer, now: float) -> Next:
     return buffer, tuple(actions)
 
 
-def _end(buffer: Buffer, ending: Sequence[Incoming], reason: str, now: float) -> Next:
+def _end(buffer: Buffer, ending: Sequence[Incoming], reason: str, now: float) -> Transition:
     """End transfers and the other parts of their requests, then admit waiting requests that fit now."""
     if not ending:
         return buffer, ()
@@ -408,9 +412,9 @@ def _end(buffer: Buffer, ending: Sequence[Incoming], reason: str, now: float) ->
     requests = dict(buffer.requests)
     reasons = {transfer.id: reason for transfer in ending}
     for transfer in ending:
-        for part in parts_of(buffer, transfer.of.id):
+        for part in parts_of(buffer, transfer.request.id):
             reasons.setdefault(part.id, f"another part of it: {reason}")
-        requests.pop(transfer.of.id, None)
+        requests.pop(transfer.request.id, None)
     actions: list[Action] = []
     for name, part_reason in reasons.items():
         transfer = transfers.pop(name)

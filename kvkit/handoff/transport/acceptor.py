@@ -1,4 +1,4 @@
-"""Acceptor of connections at one address; it limits unauthenticated peers in number and time."""
+"""Acceptor of connections at one address. It limits unauthenticated peers in number and time."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ HANDSHAKE_S = 10.0
 """Seconds that a peer may take to authenticate."""
 
 GRACE_S = 0.25
-"""Shortest time that an unauthenticated peer keeps its place when others wait for it."""
+"""Shortest time before an unauthenticated peer is disconnected in favour of a new one, in seconds."""
 
 _ACCEPT_S = 60.0
 _PAUSE_S = 0.1
@@ -37,23 +37,23 @@ class UnauthenticatedPeer:
 class Acceptor:
     """Accepts peers, in a thread of its own.
 
-    If there are `MAX_STRANGERS` unauthenticated peers, a new one takes the place of the oldest one from the
-    source that has most of them. It waits in the system's queue until that one has had `GRACE_S`. Nothing
-    that a peer does, and no shortage of threads or descriptors, ends the thread.
+    If `MAX_STRANGERS` unauthenticated peers are connected, a new one replaces the oldest one from the host
+    with most of them, once that one has had `GRACE_S`; until then the new one waits in the system's queue.
+    Neither a peer nor a shortage of threads or descriptors can end the acceptor's thread.
 
     Args:
         listener: listening socket; closed with the acceptor.
-        welcome: starts the handshake with a peer that connected. It may raise any exception.
+        start_handshake: starts the handshake with a peer that connected. It may raise any exception.
 
     Raises:
         RuntimeError: the thread cannot be started.
     """
 
-    def __init__(self, listener: Listener, welcome: Callable[[Channel], Link]) -> None:
+    def __init__(self, listener: Listener, start_handshake: Callable[[Channel], Link]) -> None:
         self.address = listener.address
         self._listener = listener
-        self._welcome = welcome
-        self._strangers: list[UnauthenticatedPeer] = []
+        self._start_handshake = start_handshake
+        self._peers: list[UnauthenticatedPeer] = []
         self._closed = threading.Event()
         self._thread = threading.Thread(target=self._run, name="kvkit-handoff-accept", daemon=True)
         try:
@@ -67,9 +67,9 @@ class Acceptor:
         self._closed.set()
         self._listener.close()
         self._thread.join(timeout_s)
-        for stranger in self._left():
-            stranger.link.abort()
-            stranger.link.join(timeout_s)
+        for peer in self._unauthenticated():
+            peer.link.abort()
+            peer.link.join(timeout_s)
 
     def _run(self) -> None:
         while not self._closed.is_set():
@@ -80,47 +80,48 @@ class Acceptor:
             except ChannelClosed:
                 break
             except Exception:
-                log.exception("handoff: %s: a peer cannot be let in", self.address)
+                log.exception("handoff: %s: a peer cannot be accepted", self.address)
                 self._closed.wait(_PAUSE_S)
                 continue
-            self._let_in(channel)
+            self._welcome(channel)
 
-    def _let_in(self, channel: Channel) -> None:
+    def _welcome(self, channel: Channel) -> None:
+        """Start the handshake with a peer, in place of an older one if there are too many."""
         self._make_room()
         try:
-            link = self._welcome(channel)
+            link = self._start_handshake(channel)
         except Exception as error:
             channel.close()
             if not self._closed.is_set():
-                log.warning("handoff: %s: %s is not let in: %s", self.address, channel.peer, error)
+                log.warning("handoff: %s: %s is not accepted: %s", self.address, channel.peer, error)
                 self._closed.wait(_PAUSE_S)
             return
-        self._strangers.append(UnauthenticatedPeer(link, channel.peer.rpartition(":")[0], time.monotonic()))
+        self._peers.append(UnauthenticatedPeer(link, channel.peer.rpartition(":")[0], time.monotonic()))
 
     def _make_room(self) -> None:
-        """Wait until there is room for one more peer."""
-        while len(strangers := self._left()) >= MAX_STRANGERS and not self._closed.is_set():
-            sources = Counter(stranger.source for stranger in strangers)
-            evicted = max(strangers, key=lambda stranger: sources[stranger.source])  # the oldest one
+        """Wait until fewer than `MAX_STRANGERS` unauthenticated peers are connected, and disconnect some."""
+        while len(peers := self._unauthenticated()) >= MAX_STRANGERS and not self._closed.is_set():
+            sources = Counter(peer.source for peer in peers)
+            evicted = max(peers, key=lambda peer: sources[peer.source])  # the oldest one
             grace_s = evicted.since + GRACE_S - time.monotonic()
             if grace_s <= 0:
-                log.info("handoff: %s: %s makes room for others", self.address, evicted.link)
+                log.info("handoff: %s: %s is disconnected for a newer peer", self.address, evicted.link)
                 evicted.link.abort()
             evicted.link.join(max(grace_s, _PAUSE_S))
 
     def _abort_late(self) -> float:
-        """Abort peers that took too long; return the seconds until the next one may be late."""
+        """Abort peers that did not authenticate in time; return the seconds until the next may be late."""
         now = time.monotonic()
         wait_s = _ACCEPT_S
-        for stranger in self._left():
-            remaining_s = stranger.since + HANDSHAKE_S - now
+        for peer in self._unauthenticated():
+            remaining_s = peer.since + HANDSHAKE_S - now
             if remaining_s > 0:
                 wait_s = min(wait_s, remaining_s)
             else:
-                stranger.link.abort()
+                peer.link.abort()
         return wait_s
 
-    def _left(self) -> list[UnauthenticatedPeer]:
+    def _unauthenticated(self) -> list[UnauthenticatedPeer]:
         """Return the unauthenticated peers that are still connected, the oldest first."""
-        self._strangers = [s for s in self._strangers if s.link.peer is None and s.link.running]
-        return self._strangers
+        self._peers = [p for p in self._peers if p.link.peer is None and p.link.running]
+        return self._peers

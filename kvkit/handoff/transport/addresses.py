@@ -22,8 +22,8 @@ def listen(address: str, *, timeout_s: float, tls: ssl.SSLContext | None = None)
         tls: context from `kvkit.handoff.transport.tls.server_context`; for tcp only.
 
     Raises:
-        ValueError: the address is invalid, NIXL is missing or given TLS, or other users may enter the folder
-            of a socket.
+        ValueError: the address is invalid, NIXL is missing or given TLS, or other users may enter a unix
+            socket's folder.
         OSError: the address is in use, or not one of this host.
     """
     location = parse(address)
@@ -55,7 +55,7 @@ def connect(address: str, *, timeout_s: float, tls: ssl.SSLContext | None = None
 
 
 def check_secret(address: str, secret: bool) -> None:
-    """Refuse an address without a secret, unless it is a unix address: only a secret protects the others.
+    """Refuse an address that needs a secret if there is none. A unix address needs none.
 
     Raises:
         ValueError: the address is invalid, or needs a secret and has none.
@@ -91,7 +91,7 @@ def parse(address: str) -> Path | tuple[str, int]:
 
 
 def quoted(address: str) -> str:
-    """Return `address` as messages may show it: without user name, password and token."""
+    """Return `address` for messages: without user name, password and token."""
     return shown(address) if "://" in address else shown(f"://{address}").removeprefix("://")
 
 

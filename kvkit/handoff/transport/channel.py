@@ -1,4 +1,4 @@
-"""Frames between two endpoints over a stream socket, with payloads that go directly into slots.
+"""Channels: frames between two endpoints over a stream socket, with payloads that go directly into slots.
 
 A frame is a body, encoded by `kvkit.handoff.protocol.messages`, and at most one payload, a record. On the
 wire: u32 body bytes, u32 payload bytes (both little endian), body, payload. `addresses` opens channels.
@@ -24,16 +24,19 @@ log = logging.getLogger(__name__)
 MAX_FIRST_BODY_BYTES = 1 << 10
 """Largest body of a frame from a peer that is not authenticated yet."""
 
+BACKLOG = 128
+"""Connections that wait in the system's queue of a listener."""
+
 HEADER = struct.Struct("<II")
 SHARED = 2**32 - 1
 """Payload size of a frame that shares an arena and has no payload; each transport defines its body."""
 _MAX_PAYLOAD_BYTES = SHARED - 1
-_HELD_FRAMES = 16
+_MAX_UNSENT_FRAMES = 16
 _PAUSE_S = 0.1
 _DROPPED_BYTES = 64 << 10
 
-Sink = Callable[[bytes], memoryview | None]
-"""Returns the target of the payload after this body: a view of exactly its size, or None to drop it."""
+PayloadTarget = Callable[[bytes], memoryview | None]
+"""Returns the memory for the payload that follows a body: a view of exactly its size, None to drop it."""
 
 
 class ChannelError(OSError):
@@ -41,7 +44,7 @@ class ChannelError(OSError):
 
 
 class ChannelClosed(ChannelError):
-    """The peer closed the channel or is gone, or this side shut it down."""
+    """The peer closed the channel or cannot be reached, or this side shut the channel down."""
 
 
 class ChannelTimeout(ChannelError, TimeoutError):
@@ -49,11 +52,11 @@ class ChannelTimeout(ChannelError, TimeoutError):
 
 
 class FrameError(ChannelError):
-    """The peer sent an invalid frame: too large, cut short, or not as its body announced."""
+    """The peer sent an invalid frame: too large, incomplete, or not as its body announced."""
 
 
 class ChannelIdle(TimeoutError):
-    """No frame began. Nothing is lost: the channel remains usable."""
+    """No frame began in time. The channel remains usable."""
 
 
 class Channel:
@@ -62,10 +65,10 @@ class Channel:
     Payloads follow their bodies. Transports that write them into the peer's slots have subclasses.
 
     Attributes:
-        peer: description of the other side, for messages.
+        peer: description of the peer, for messages.
         timeout_s: limit for one frame once it has begun, in either direction, in seconds.
-        trusted: True if the peer is authenticated; set by the caller that checked it. Until then, receiving a
-            body of over `MAX_FIRST_BODY_BYTES`, a payload or an arena is a `FrameError`.
+        trusted: True if the peer is authenticated; set by the handshake. Until then, receiving a body of over
+            `MAX_FIRST_BODY_BYTES`, a payload or an arena is a `FrameError`.
     """
 
     def __init__(self, stream: Stream, *, peer: str, timeout_s: float) -> None:
@@ -77,13 +80,13 @@ class Channel:
         self._receiving = threading.Lock()
         self._writing = threading.Lock()
         self._slots: tuple[int, int] | None = None
-        self._held: list[bytes] = []
+        self._unsent: list[bytes] = []
         self._ended = False
-        self._out_of_step = False
+        self._unreadable = False
 
     @property
     def one_sided(self) -> bool:
-        """True if this side writes into the peer's slots, since the peer has shared its arena."""
+        """True if this side writes into the peer's slots: the peer has shared its arena."""
         return self._slots is not None
 
     def send(
@@ -95,15 +98,15 @@ class Channel:
             payload: bytes that go with the body, C-contiguous.
             slot: slot of the peer's arena for the payload. If the channel is `one_sided`, the payload is
                 written there before the body is sent; otherwise it follows the body.
-            more: whether another frame follows at once. This frame may then wait for it or for `flush`: each
-                frame that is sent alone wakes the peer.
+            more: True if another frame follows at once. This frame may then be sent with it or by `flush`,
+                since each frame that is sent alone wakes the peer.
 
         Raises:
             ValueError: the body is larger than `MAX_BODY_BYTES`, the payload is larger than the peer's slots,
                 or there is no such slot. The channel remains usable.
             ChannelError: the frame could not be sent.
         """
-        if payload is not None and slot is not None and self.one_sided and self._reaches(payload):
+        if payload is not None and slot is not None and self.one_sided and self._can_write(payload):
             self._write(slot, payload)
             payload = None
         size = 0 if payload is None else payload.nbytes
@@ -114,48 +117,48 @@ class Channel:
             )
         buffers = [payload.cast("B")] if payload is not None and size else []
         with self._frame() as deadline:
-            self._held.append(HEADER.pack(len(body), size) + body)
-            if buffers or not more or len(self._held) >= _HELD_FRAMES:
-                self._send_held(deadline, *buffers)
+            self._unsent.append(HEADER.pack(len(body), size) + body)
+            if buffers or not more or len(self._unsent) >= _MAX_UNSENT_FRAMES:
+                self._send_unsent(deadline, *buffers)
 
     def flush(self) -> None:
-        """Send the frames that wait for more.
+        """Send the frames that were kept back for a following frame.
 
         Raises:
             ChannelError: they could not be sent.
         """
-        if self._held:
+        if self._unsent:
             with self._frame() as deadline:
-                self._send_held(deadline)
+                self._send_unsent(deadline)
 
-    def receive(self, place: Sink, wait_s: float) -> bytes:
-        """Return the body of the next frame; its payload is received into the memory that `place` returns.
+    def receive(self, target_of: PayloadTarget, wait_s: float) -> bytes:
+        """Return the body of the next frame; its payload is received into the memory that `target_of` gives.
 
         Raises:
             ChannelIdle: no frame began within `wait_s` seconds.
-            ChannelError: no whole frame arrived. (Frames from before a failed `send` are still returned.)
+            ChannelError: no whole frame arrived. (After a failed `send`, frames that arrived are returned.)
         """
         idle_deadline = time.monotonic() + wait_s
         with self._receiving:
             while True:
-                body = self._receive(place, idle_deadline)
+                body = self._receive(target_of, idle_deadline)
                 if body is not None:
                     return body
 
     def share(self, arena: Staging) -> bool:
         """Let a trusted peer write into the slots of `arena`; return whether the transport supports it.
 
-        Call it once, on the listening side. The channel of the other side is `one_sided` before its `receive`
-        returns the next frame.
+        Call it once, on the listening side. The peer's channel is `one_sided` before its `receive` returns
+        the next frame.
 
         Raises:
-            ValueError: the transport can write into slots, but not into these.
+            ValueError: the transport supports it, but not for this arena.
             ChannelError: the arena could not be sent.
         """
         return False
 
-    def lend(self, slot: int, on_return: Callable[[], None]) -> Lease | None:
-        """Borrow a slot of the peer's arena to make a payload in, within `writing`.
+    def borrow_slot(self, slot: int, on_return: Callable[[], None]) -> Lease | None:
+        """Borrow a slot of the peer's arena; a payload may be written there within `writing`.
 
         Returns None if the slot is not mapped here or is borrowed already. `on_return` is called when its
         last reference is released.
@@ -177,26 +180,26 @@ class Channel:
     def shutdown(self) -> None:
         """End both directions at once: on both sides, sending and receiving raise `ChannelClosed`."""
         self._ended = True
-        # this tells the peer that all writes into its arena have ended; it may have shut down first
+        # after all writes into the peer's arena: the end of the stream is the sign that they have ended
         with self._writing, suppress(OSError):
             self._stream.socket.shutdown(socket.SHUT_RDWR)
 
     def close(self) -> None:
-        """Shut down and release the connection. Must not be called inside `place`."""
+        """Shut down and release the connection. Must not be called inside `target_of`."""
         self.shutdown()
-        # a descriptor in use must not become another file's
+        # after all calls that use the descriptor: its number may be given to another file
         with self._sending, self._receiving, self._writing:
             self._stream.socket.close()
 
     def _take_arena(self, body: bytes) -> tuple[int, int]:
-        """Prepare to write into the arena that a peer shares by `body`; return its slots and bytes of each.
+        """Prepare to write into the arena that `body` describes; return its slots and the bytes of each.
 
         Raises:
             ValueError: the arena is invalid, or this channel takes none.
         """
         raise ValueError("this channel takes none")
 
-    def _reaches(self, payload: memoryview) -> bool:
+    def _can_write(self, payload: memoryview) -> bool:
         """Return whether `payload` can be written into the peer's slots."""
         return True
 
@@ -217,9 +220,9 @@ class Channel:
         except OSError as error:
             raise self._failed(error) from error
 
-    def _send_held(self, deadline: float, *buffers: memoryview) -> None:
-        frames = b"".join(self._held)
-        self._held.clear()
+    def _send_unsent(self, deadline: float, *buffers: memoryview) -> None:
+        frames = b"".join(self._unsent)
+        self._unsent.clear()
         self._stream.send([frames, *buffers] if frames else buffers, deadline)
 
     @contextmanager
@@ -235,9 +238,9 @@ class Channel:
         finally:
             self._sending.release()
 
-    def _receive(self, place: Sink, idle_deadline: float) -> bytes | None:
-        """Return the body of the next frame; None if it is not for the protocol."""
-        if self._out_of_step:
+    def _receive(self, target_of: PayloadTarget, idle_deadline: float) -> bytes | None:
+        """Return the body of the next frame; None if the frame shared an arena."""
+        if self._unreadable:
             raise ChannelClosed(f"{self.peer}: the channel was shut down")
         begun = False
         try:
@@ -257,19 +260,21 @@ class Channel:
             if payload_bytes and not self.trusted:
                 raise FrameError(f"{self.peer}: a payload before it proved itself")
             body = self._stream.take(body_bytes, deadline)
-            return self._complete(body, payload_bytes, place, deadline)
+            return self._complete(body, payload_bytes, target_of, deadline)
         except ChannelIdle:
             raise
         except (OSError, EOFError) as error:
-            self._out_of_step = True
-            raise self._failed(error, cut=begun) from error
-        except BaseException:  # raised by `place`
-            self._out_of_step = True
+            self._unreadable = True
+            raise self._failed(error, within_frame=begun) from error
+        except BaseException:  # raised by `target_of`
+            self._unreadable = True
             self.shutdown()
             raise
 
-    def _complete(self, body: bytes, payload_bytes: int, place: Sink, deadline: float) -> bytes | None:
-        """Receive the payload; return the body, None if it shared an arena."""
+    def _complete(
+        self, body: bytes, payload_bytes: int, target_of: PayloadTarget, deadline: float
+    ) -> bytes | None:
+        """Receive the payload, or take the shared arena; return as `_receive`."""
         if payload_bytes == SHARED:
             try:
                 if self.one_sided:
@@ -279,7 +284,7 @@ class Channel:
                 raise FrameError(f"{self.peer} shares an invalid arena: {error}") from error
             return None
         if payload_bytes:
-            target = place(body)
+            target = target_of(body)
             if target is None:
                 self._drop(payload_bytes, deadline)
             elif target.nbytes == payload_bytes:
@@ -297,8 +302,8 @@ class Channel:
             self._stream.receive(piece, deadline)
             size -= len(piece)
 
-    def _failed(self, error: OSError | EOFError, cut: bool = False) -> ChannelError:
-        """Shut down, and return the error that describes what happened."""
+    def _failed(self, error: OSError | EOFError, within_frame: bool = False) -> ChannelError:
+        """Shut down, and return the ChannelError for `error`."""
         ended_here = self._ended
         self.shutdown()
         if isinstance(error, ChannelError):
@@ -307,7 +312,7 @@ class Channel:
             return ChannelClosed(f"{self.peer}: the channel was shut down")
         if isinstance(error, TimeoutError) and error.errno is None:
             return ChannelTimeout(f"{self.peer}: a frame was not complete within {self.timeout_s} s")
-        if isinstance(error, EOFError) and cut:
+        if isinstance(error, EOFError) and within_frame:
             return FrameError(f"{self.peer} closed within a frame")
         if isinstance(error, EOFError | ConnectionError | TimeoutError):  # with an errno: the kernel's
             return ChannelClosed(f"{self.peer} closed the channel or is gone")
@@ -330,31 +335,31 @@ class Listener(ABC):
         sock.setblocking(True)
 
     def accept(self, wait_s: float) -> Channel:
-        """Return the channel of the next peer that connects. Nothing has been read from it.
+        """Return the channel of the next peer that connects. Reads nothing from it.
 
         Raises:
-            ChannelIdle: none connected within `wait_s` seconds.
+            ChannelIdle: no peer connected within `wait_s` seconds, or one that connected was refused.
             ChannelClosed: `close` was called.
         """
         with self._accepting:
             try:
                 set_timeout(self._socket, socket.SO_RCVTIMEO, max(wait_s, SHORTEST_S))
-                connection, _ = self._socket.accept()  # shutdown wakes accept, but no poll on AF_UNIX
+                connection, _ = self._socket.accept()  # on AF_UNIX, shutdown wakes accept but not poll
             except BlockingIOError:
                 raise ChannelIdle(f"{self.address}: no peer within {wait_s} s") from None
             except OSError as error:
                 if self._closed.wait(_PAUSE_S):
                     raise ChannelClosed(f"{self.address}: the listener is closed") from error
-                log.warning("%s: a peer cannot be let in: %s", self.address, error)  # often: no descriptors
+                log.warning("%s: a peer cannot be accepted: %s", self.address, error)  # often: no descriptors
                 raise ChannelIdle(f"{self.address}: {error}") from error
         try:
             return self._channel(connection)
         except OSError as error:
             connection.close()
-            raise ChannelIdle(f"{self.address}: the peer is not let in, or left at once: {error}") from error
+            raise ChannelIdle(f"{self.address}: the peer is refused or has disconnected: {error}") from error
 
     def close(self) -> None:
-        """Refuse further peers and wake `accept`. Existing channels stay open."""
+        """Stop listening and wake `accept`. Open channels stay open."""
         self._closed.set()
         with suppress(OSError):
             self._socket.shutdown(socket.SHUT_RDWR)
@@ -368,7 +373,7 @@ class Listener(ABC):
 
 @contextmanager
 def connecting(address: str) -> Iterator[None]:
-    """Name the address in errors of a connection attempt."""
+    """Convert errors of a connection attempt to ChannelErrors that name the address."""
     try:
         yield
     except ChannelError:

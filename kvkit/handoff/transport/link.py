@@ -1,4 +1,4 @@
-"""Connection to a peer: the handshake, then one thread that reads and one that writes from a queue.
+"""Connection to a peer: one thread that shakes hands and then reads, and one that writes from a queue.
 
 No caller waits for the peer: messages are queued. A peer that does not read is disconnected when a frame
 takes too long, or when too much is queued for it.
@@ -8,28 +8,19 @@ from __future__ import annotations
 
 import itertools
 import logging
-import math
 import threading
 from collections import deque
 from collections.abc import Callable
+from concurrent.futures import Future, InvalidStateError
 from contextlib import AbstractContextManager, suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Protocol
 
 from kvkit.handoff.protocol import messages
-from kvkit.handoff.protocol.messages import (
-    AnyMessage,
-    Data,
-    Error,
-    Hello,
-    MessageError,
-    Proof,
-    decode,
-    encode,
-)
+from kvkit.handoff.protocol.messages import AnyMessage, Data, Error, Hello, MessageError, decode, encode
 from kvkit.handoff.protocol.states import Unexpected
-from kvkit.handoff.transport import auth
 from kvkit.handoff.transport.channel import Channel, ChannelClosed, ChannelError, ChannelIdle
+from kvkit.handoff.transport.handshake import Identity, Side, shake_hands
 from kvkit.staging import Lease, Staging
 
 log = logging.getLogger(__name__)
@@ -40,72 +31,22 @@ MAX_QUEUED_BYTES = 32 << 20
 ITEM_BYTES = 768
 """Bytes that a queued message takes besides its body."""
 
-_REFUSAL_BYTES = 512
-
 _IDLE_S = 60.0
-
 OnSent = Callable[[BaseException | None], None]
 _numbers = itertools.count(1)
-
-
-@dataclass(frozen=True, slots=True)
-class Identity:
-    """Identity of this node, sent in its hello and compared with that of peers; fields as in `Hello`.
-
-    Args:
-        secret: secret that peers must know; empty for none.
-    """
-
-    node: str
-    namespace: str
-    layout: str
-    slot_bytes: int
-    secret: bytes = field(default=b"", repr=False)
-    ranks: int = 1
-    record_ranks: int = 1
-    draft: str = ""
-
-    def hello(self) -> Hello:
-        """Return a hello for one connection."""
-        record_fields = self.namespace, self.layout, self.slot_bytes
-        ranks = self.ranks, self.record_ranks
-        return Hello(messages.VERSION, self.node, *record_fields, auth.new_nonce(), *ranks, self.draft)
-
-    def check(self, hello: Hello) -> None:
-        """Refuse a peer that has no usable records for this node.
-
-        Raises:
-            ChannelError: the peer is refused. The message names both values.
-        """
-        own = self.hello()
-        advice: dict[str, str] = {}
-        if not (common := math.lcm(hello.record_ranks, own.record_ranks)):
-            advice = dict.fromkeys(("ranks", "record_ranks"), "; want two engines that are divided alike")
-        elif hello.draft != own.draft:
-            advice = {"draft": "; want both engines with the same draft, or both without"}
-        elif hello.layout != own.layout:
-            advice = {"record_ranks": f"; want record_ranks = {common} for both"}
-        for name in ("version", *advice, "layout", "namespace", "slot_bytes"):
-            peer_value, own_value = getattr(hello, name), getattr(own, name)
-            if peer_value != own_value:
-                difference = (
-                    f"{name}: node {hello.node!r} has {peer_value!r}, {self.node!r} has {own_value!r}"
-                )
-                raise ChannelError(difference + advice.get(name, ""))
 
 
 class Handler(Protocol):
     """Callbacks for the messages of a peer. Payloads are refused unless `payload_target` is overridden.
 
-    The link's reading thread calls them, and releases the slots that `payload_target` returns; any thread may
-    call `ended`.
+    The link's reading thread calls them; any thread may call `handle_ended`.
     """
 
-    def started(self, link: Link) -> None:
-        """Handle a peer that has completed the handshake; messages can be sent to it."""
+    def handle_connected(self, link: Link) -> None:
+        """Handle a peer that has completed the handshake. Messages can be sent to it from now on."""
         return
 
-    def received(self, link: Link, message: AnyMessage) -> None:
+    def handle_message(self, link: Link, message: AnyMessage) -> None:
         """Handle a message; a `Data` with a payload is handled after the payload was received.
 
         Raises:
@@ -113,15 +54,15 @@ class Handler(Protocol):
         """
 
     def payload_target(self, link: Link, data: Data) -> Lease | memoryview | None:
-        """Return the target of a payload: memory, or a share of a slot to be released; None drops it.
+        """Return the target of a payload: memory, or a share of a slot that the link releases; None drops it.
 
         Raises:
             Unexpected: the peer broke the protocol; the link ends.
         """
         raise Unexpected("Data: this side takes none")
 
-    def ended(self, link: Link, error: BaseException) -> None:
-        """Handle the end of the link, or its failure to begin; called once, as the last callback."""
+    def handle_ended(self, link: Link, error: BaseException) -> None:
+        """Handle the end of the link, or its failure to connect; called once, as the last callback."""
 
 
 @dataclass(slots=True)
@@ -141,11 +82,12 @@ class _Item:
 
 
 class Link:
-    """Connection to a peer. Thread-safe; messages are queued until it is up.
+    """Connection to a peer. Thread-safe; messages are queued until it is connected.
 
     Args:
-        open_channel: connects; called by the link's own thread.
-        role: side of the handshake.
+        open_channel: returns a connected channel; called by the link's own thread.
+        side: side of the handshake.
+        handshake_s: longest wait for a message of the handshake, in seconds.
         arena: slots that the peer may write into, if the transport supports it.
 
     Raises:
@@ -154,13 +96,15 @@ class Link:
     Attributes:
         number: number of this link in this process.
         peer: hello of the peer; None until the handshake has verified it.
+        hello: future that is done when the link is connected; returns `peer`, or raises ChannelError if the
+            link ended before.
         shared: True if the peer can write into the slots of `arena`.
     """
 
     def __init__(
         self,
         open_channel: Callable[[], Channel],
-        role: auth.Side,
+        side: Side,
         identity: Identity,
         handler: Handler,
         *,
@@ -169,9 +113,11 @@ class Link:
     ) -> None:
         self.number = next(_numbers)
         self.peer: Hello | None = None
+        self.hello: Future[Hello] = Future()
+        self.hello.set_running_or_notify_cancel()  # nobody can cancel it
         self.shared = False
         self._open_channel = open_channel
-        self._role = role
+        self._side = side
         self._identity = identity
         self._handler = handler
         self._handshake_s = handshake_s
@@ -193,7 +139,7 @@ class Link:
 
     @property
     def alive(self) -> bool:
-        """True if the link is up, or may come up."""
+        """True if the link is connected or still connecting."""
         return self._error is None
 
     @property
@@ -201,17 +147,12 @@ class Link:
         """True if one of the link's threads runs."""
         return any(thread.is_alive() for thread in self._threads)
 
-    def say(self, message: messages.Message) -> None:
+    def queue_message(self, message: messages.Message) -> None:
         """Queue a message. It is lost if the link has ended."""
         self._enqueue(message, _Item())
 
-    def send(
-        self,
-        data: Data,
-        lease: Lease,
-        slot: int | None,
-        wanted: Callable[[], bool],
-        on_sent: OnSent,
+    def queue_record(
+        self, data: Data, lease: Lease, slot: int | None, wanted: Callable[[], bool], on_sent: OnSent
     ) -> None:
         """Queue a record. A share of its slot is kept until it is sent.
 
@@ -222,12 +163,12 @@ class Link:
         """
         self._enqueue(data, _Item(lease.share(), slot, wanted, on_sent))
 
-    def lend(self, slot: int, on_return: Callable[[], None]) -> Lease | None:
-        """As `Channel.lend`; also None while the link is not up."""
-        return None if self._channel is None else self._channel.lend(slot, on_return)
+    def borrow_slot(self, slot: int, on_return: Callable[[], None]) -> Lease | None:
+        """As `Channel.borrow_slot`; also None while the link is not connected."""
+        return None if self._channel is None else self._channel.borrow_slot(slot, on_return)
 
     def writing(self) -> AbstractContextManager[None]:
-        """As `Channel.writing`, for a link that has lent a slot."""
+        """As `Channel.writing`, for a link whose peer has lent a slot."""
         assert self._channel is not None
         return self._channel.writing()
 
@@ -236,8 +177,8 @@ class Link:
         with self._changed:
             self._closing = True
             self._changed.notify()
-            up = self._channel is not None
-        if not up:
+            connected = self._channel is not None
+        if not connected:
             self._end(ChannelClosed(f"{self}: the link was closed"))
 
     def abort(self) -> None:
@@ -251,7 +192,7 @@ class Link:
                 thread.join(timeout_s)
 
     def _enqueue(self, message: messages.Message, item: _Item) -> None:
-        """Queue an item. After errors its threads end it: callers may hold locks that `ended` takes."""
+        """Queue an item. After an error the threads end the link: callers may hold locks of the handler."""
         failure: Exception | None = None
         try:
             item.body = encode(message)
@@ -333,24 +274,28 @@ class Link:
             if self._error is not None or self._failure is not None or self._closing:
                 return
         try:
-            self._shake_hands(channel)
-            self._handler.started(self)
+            self.peer = shake_hands(channel, self._side, self._identity, self._handshake_s)
+            if self._arena is not None and self._arena.descriptor is not None:
+                self.shared = channel.share(self._arena)
+            self._handler.handle_connected(self)
             self._start(self._write, "out")
+            with suppress(InvalidStateError):  # the link has ended meanwhile
+                self.hello.set_result(self.peer)
             while self._error is None:
                 with suppress(ChannelIdle):
-                    self._hear(channel)
+                    self._receive_message(channel)
         except (MessageError, Unexpected) as error:
             code: messages.Code = "malformed" if isinstance(error, MessageError) else "unexpected"
             with suppress(OSError):  # the peer may not read
                 channel.send(encode(Error(code, str(error)[:1024])))
             raise ChannelError(f"{self}: {error}") from error
 
-    def _hear(self, channel: Channel) -> None:
+    def _receive_message(self, channel: Channel) -> None:
         """Receive a message with its payload, and pass it to the handler."""
-        received: list[tuple[Data, Lease | memoryview | None]] = []
+        payloads: list[tuple[Data, Lease | memoryview | None]] = []
         errors: list[Exception] = []
 
-        def place(body: bytes) -> memoryview | None:
+        def target_of(body: bytes) -> memoryview | None:
             try:
                 message = decode(body)
                 if not isinstance(message, Data):
@@ -359,65 +304,23 @@ class Link:
             except (MessageError, Unexpected) as error:
                 errors.append(error)  # raised after the payload, so that the peer gets the error
                 return None
-            received.append((message, target))
+            payloads.append((message, target))
             return target.buffer[: message.size] if isinstance(target, Lease) else target
 
         try:
-            body = channel.receive(place, _IDLE_S)
+            body = channel.receive(target_of, _IDLE_S)
             if errors:
                 raise errors[0]
-            message = received[0][0] if received else decode(body)
-            if isinstance(message, Data) and message.size and not (received or self.shared):
+            message = payloads[0][0] if payloads else decode(body)
+            if isinstance(message, Data) and message.size and not (payloads or self.shared):
                 raise Unexpected(f"transfer {message.transfer}: data without its payload")
             if isinstance(message, Error):
                 raise ChannelError(f"{self}: {message.message}")
-            self._handler.received(self, message)
+            self._handler.handle_message(self, message)
         finally:
-            for _, target in received:
+            for _, target in payloads:
                 if isinstance(target, Lease):
                     target.release()
-
-    def _shake_hands(self, channel: Channel) -> None:
-        """Exchange hellos and proofs. Neither side accepts other messages before the other's proof."""
-        own_hello = encode(self._identity.hello())
-        secret = self._identity.secret
-        client = self._role == "client"
-        if client:
-            channel.send(own_hello)
-        peer_hello = self._receive(channel)
-        hello = decode(peer_hello)
-        if not isinstance(hello, Hello):
-            raise ChannelError(f"{channel.peer} did not send a hello")
-        if not client:
-            channel.send(own_hello)
-        hellos = (own_hello, peer_hello) if client else (peer_hello, own_hello)
-        peer_role: auth.Side = "server" if client else "client"
-        if client:
-            channel.send(encode(Proof(auth.prove(secret, "client", *hellos))))
-        proof = decode(self._receive(channel))
-        if isinstance(proof, Error):
-            raise ChannelError(f"{channel.peer}: {proof.message}")
-        try:
-            if not isinstance(proof, Proof) or not auth.is_proof(proof.mac, secret, peer_role, *hellos):
-                raise ChannelError("the secrets differ")
-            self._identity.check(hello)
-        except ChannelError as error:
-            refusal = str(error).encode()[:_REFUSAL_BYTES].decode(errors="ignore")
-            channel.send(encode(Error("refused", refusal)))
-            raise ChannelError(f"{channel.peer}: {error}") from None
-        channel.trusted = True
-        self.peer = hello
-        if not client:
-            channel.send(encode(Proof(auth.prove(secret, "server", *hellos))))
-            if self._arena is not None and self._arena.descriptor is not None:
-                self.shared = channel.share(self._arena)
-
-    def _receive(self, channel: Channel) -> bytes:
-        """Receive a message of the handshake."""
-        try:
-            return channel.receive(lambda body: None, self._handshake_s)
-        except ChannelIdle:
-            raise ChannelError(f"{channel.peer} sent nothing for {self._handshake_s} s") from None
 
     def _end(self, error: BaseException) -> None:
         with self._changed:
@@ -432,4 +335,6 @@ class Link:
             channel.shutdown()
         for item in unsent:
             item.done(error)
-        self._handler.ended(self, error)
+        self._handler.handle_ended(self, error)
+        with suppress(InvalidStateError):  # it was connected
+            self.hello.set_exception(self._error)

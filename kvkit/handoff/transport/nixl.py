@@ -1,6 +1,6 @@
-"""Channels between hosts by NIXL: records are written into the peer's arena, by RDMA if available.
+"""Channels by NIXL: it writes payloads into the peer's arena, by RDMA if available. Frames travel over TCP.
 
-Frames travel by TCP. NIXL's data path neither encrypts nor authenticates: use it on private networks only.
+NIXL neither encrypts nor authenticates: use it on private networks only.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ class Agent:
     """NIXL agent of this process. Its thread keeps a core busy. Thread-safe.
 
     Attributes:
-        users: number of channels and listeners that use it, for `agent_of`.
+        users: number of channels and listeners that use it; counted by `agent_of`.
         loopback: True if it uses the loopback network device only.
         name: globally unique name of the agent.
 
@@ -70,14 +70,14 @@ class Agent:
         self._peers: dict[str, set[Channel]] = {}
 
     def close(self) -> None:
-        """End NIXL's thread."""
+        """End NIXL's thread: it runs while the agent is referenced."""
         self._agent = None
 
     def register(self, memory: mmap.mmap, user: Channel) -> None:
-        """Let NIXL read and write `memory` until all channels that registered it are released.
+        """Let NIXL read and write `memory` until `release` was called for every channel that registered it.
 
         Raises:
-            OSError: NIXL cannot, for example because memory may not be locked.
+            OSError: NIXL cannot register it, for example because it may not lock memory.
         """
         with self._lock, _translated():
             if id(memory) not in self._memories:
@@ -86,14 +86,14 @@ class Agent:
             self._memories[id(memory)][2].add(user)
 
     def metadata(self) -> bytes:
-        """Return what a peer needs to write into the registered memory."""
+        """Return NIXL's description of the registered memory, which a peer needs to write into it."""
         return bytes(self._agent.get_agent_metadata())
 
     def add_peer(self, name: str, metadata: bytes, user: Channel) -> None:
-        """Add the agent `name` by its metadata; the connection ends when its last user is released.
+        """Add a peer's agent; it is removed when its last user is released.
 
         Raises:
-            ValueError: `metadata` is not that agent's.
+            ValueError: `metadata` is not that of the agent `name`.
         """
         with self._lock:
             if name != self.name:
@@ -107,7 +107,7 @@ class Agent:
             self._peers.setdefault(name, set()).add(user)
 
     def release(self, user: Channel) -> None:
-        """Undo what `user` registered and added."""
+        """Deregister the memory and remove the agents that only `user` uses."""
         with self._lock:
             for key, (_, region, users) in list(self._memories.items()):
                 users.discard(user)
@@ -126,7 +126,7 @@ class Agent:
     def write(
         self, peer: str, source: int, target: int, size: int, deadline: float, stop: Callable[[], bool]
     ) -> None:
-        """Copy `size` bytes from address `source` here to `target` at the peer. Returns when they are there.
+        """Copy `size` bytes from address `source` here to address `target` at the peer, and wait for the end.
 
         Raises:
             TimeoutError: the deadline passed, or `stop` returned True.
@@ -160,11 +160,11 @@ class NixlChannel(Channel):
 
     A frame with the payload size `SHARED` describes the peer's arena: its body is (u64 address, u64 slot
     bytes, u64 slots, 32 bytes agent name), little endian, then NIXL's metadata. `receive` does not return it.
-    Payloads that are not in a mapping (mmap), as an arena is, follow their bodies.
+    Payloads outside mappings (mmap) follow their bodies; arenas are mappings.
 
     Args:
         use: context in which the agent is used, closed with the channel.
-        takes_arena: whether the peer may share its arena.
+        takes_arena: True if the peer may share its arena.
     """
 
     def __init__(
@@ -185,8 +185,8 @@ class NixlChannel(Channel):
             agent.register(memory, self)
             arena_header = _ARENA.pack(address_of(memory), arena.slot_bytes, arena.slots, agent.name.encode())
             body = arena_header + agent.metadata()
-            self._held.append(HEADER.pack(len(body), SHARED) + body)
-            self._send_held(deadline)
+            self._unsent.append(HEADER.pack(len(body), SHARED) + body)
+            self._send_unsent(deadline)
         return True
 
     def close(self) -> None:
@@ -202,14 +202,14 @@ class NixlChannel(Channel):
         self._target = name, address, slot_bytes
         return slots, slot_bytes
 
-    def _reaches(self, payload: memoryview) -> bool:
+    def _can_write(self, payload: memoryview) -> bool:
         return isinstance(payload.obj, mmap.mmap)
 
     def _copy(self, slot: int, payload: memoryview) -> None:
         assert self._target is not None
         assert isinstance(payload.obj, mmap.mmap)
         if payload.nbytes:
-            self._agent.register(payload.obj, self)  # the whole mapping, which takes a while at first
+            self._agent.register(payload.obj, self)  # the whole mapping: the first call takes long
             peer, address, slot_bytes = self._target
             source, target = address_of(payload), address + slot * slot_bytes
             deadline = time.monotonic() + self.timeout_s
@@ -217,12 +217,12 @@ class NixlChannel(Channel):
 
 
 class NixlListener(tcp.TcpListener):
-    """Listening socket for the frames; NIXL listens at a port of its own choice."""
+    """Listening socket for the frames. NIXL itself listens at a port that it chooses."""
 
     def __init__(self, host: str, port: int, timeout_s: float) -> None:
         self._loopback = is_loopback(host)
         with ExitStack() as use:
-            use.enter_context(agent_of(self._loopback))  # now, so that errors show at start-up
+            use.enter_context(agent_of(self._loopback))  # its errors are raised at start-up
             super().__init__(host, port, timeout_s, None)
             self._use = use.pop_all()
         self.address = self.address.replace("tcp:", "nixl:", 1)
@@ -295,7 +295,7 @@ def agent_of(loopback: bool) -> Iterator[Agent]:
 
 
 def address_of(memory: mmap.mmap | memoryview) -> int:
-    """Return the address of the first byte."""
+    """Return the address of the first byte of `memory`."""
     return np.frombuffer(memory, np.uint8).ctypes.data
 
 

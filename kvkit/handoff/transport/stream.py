@@ -1,4 +1,4 @@
-"""Byte stream over a connected socket, with a deadline for each call; it carries frames."""
+"""Byte stream over a connected socket, with a deadline for each call. A channel's frames go through it."""
 
 from __future__ import annotations
 
@@ -17,21 +17,21 @@ class Stream:
     """Byte stream over a connected socket.
 
     A small frame takes one system call on each side, and one call receives a record. Deadlines are times of
-    `time.monotonic`. The kernel enforces those of receiving: Python's own timeouts cost a poll for each
-    piece. Every method raises the OSError of its socket: TimeoutError if the deadline passed, ConnectionError
+    `time.monotonic`. The kernel enforces those of receiving, since Python's own timeouts add a poll to each
+    call. Every method raises the OSError of its socket: TimeoutError if the deadline passed, ConnectionError
     if the peer is gone.
     """
 
     def __init__(self, sock: socket.socket) -> None:
         sock.setblocking(True)
         self.socket = sock
-        self._ahead = memoryview(b"")
+        self._read_ahead = memoryview(b"")
         self._buffer = memoryview(bytearray(_AHEAD_BYTES))
-        self._room = select.poll()
-        self._room.register(sock, select.POLLOUT)
+        self._writable = select.poll()
+        self._writable.register(sock, select.POLLOUT)
 
     def send(self, buffers: Sequence[bytes | memoryview], deadline: float) -> None:
-        """Send all of `buffers`, none of them empty."""
+        """Send all of `buffers`, none of which is empty."""
         unsent = list(buffers)
         while unsent:
             try:
@@ -49,10 +49,10 @@ class Stream:
         """Fill `buffer`.
 
         Raises:
-            EOFError: the peer closed the stream before.
+            EOFError: the stream ended before `buffer` was full.
         """
-        count = min(len(buffer), len(self._ahead))
-        buffer[:count], self._ahead = self._ahead[:count], self._ahead[count:]
+        count = min(len(buffer), len(self._read_ahead))
+        buffer[:count], self._read_ahead = self._read_ahead[:count], self._read_ahead[count:]
         while len(buffer := buffer[count:]):
             count = self.read(buffer, deadline - time.monotonic(), socket.MSG_WAITALL)
             if count == 0:
@@ -60,22 +60,22 @@ class Stream:
 
     def take(self, count: int, deadline: float) -> bytes:
         """Return the next `count` bytes; raises as `receive`."""
-        if count <= len(self._ahead):
-            data = bytes(self._ahead[:count])
-            self._ahead = self._ahead[count:]
+        if count <= len(self._read_ahead):
+            data = bytes(self._read_ahead[:count])
+            self._read_ahead = self._read_ahead[count:]
             return data
         buffer = bytearray(count)
         self.receive(memoryview(buffer), deadline)
         return bytes(buffer)
 
     def wait(self, wait_s: float) -> bool:
-        """Wait until there is data; returns False at the end of the stream. Reads a little ahead."""
-        if not len(self._ahead):
-            self._ahead = self._buffer[: self.read(self._buffer, max(wait_s, SHORTEST_S))]
-        return len(self._ahead) > 0
+        """Wait until data arrives, and read a little ahead; return False at the end of the stream."""
+        if not len(self._read_ahead):
+            self._read_ahead = self._buffer[: self.read(self._buffer, max(wait_s, SHORTEST_S))]
+        return len(self._read_ahead) > 0
 
     def read(self, buffer: memoryview, wait_s: float, flags: int = 0) -> int:
-        """Read bytes, with these recv flags, as soon as there are any; return how many, 0 at the end."""
+        """Wait for bytes and read them, with these recv flags; return their number, 0 at the end."""
         set_timeout(self.socket, socket.SO_RCVTIMEO, wait_s)
         try:
             return self.socket.recv_into(buffer, 0, flags)
@@ -84,17 +84,17 @@ class Stream:
 
     def _wait_for_room(self, deadline: float) -> None:
         remaining_s = deadline - time.monotonic()
-        if remaining_s <= 0 or not self._room.poll(remaining_s * 1000):
+        if remaining_s <= 0 or not self._writable.poll(remaining_s * 1000):
             raise TimeoutError
 
 
-def set_timeout(sock: socket.socket, option: int, left_s: float) -> None:
-    """Make the kernel end calls after `left_s` seconds. `option`: SO_SNDTIMEO or SO_RCVTIMEO.
+def set_timeout(sock: socket.socket, option: int, timeout_s: float) -> None:
+    """Limit the socket's calls to `timeout_s` seconds. `option`: SO_SNDTIMEO or SO_RCVTIMEO.
 
     Raises:
-        TimeoutError: no time is left.
+        TimeoutError: `timeout_s` is not above 0.
     """
-    if left_s <= 0:
+    if timeout_s <= 0:
         raise TimeoutError
-    left_us = int(max(left_s, SHORTEST_S) * 1e6)
-    sock.setsockopt(socket.SOL_SOCKET, option, _TIMEVAL.pack(*divmod(left_us, 1_000_000)))
+    timeout_us = int(max(timeout_s, SHORTEST_S) * 1e6)
+    sock.setsockopt(socket.SOL_SOCKET, option, _TIMEVAL.pack(*divmod(timeout_us, 1_000_000)))

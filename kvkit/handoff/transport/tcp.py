@@ -1,4 +1,4 @@
-"""Channels between hosts: TCP, with optional TLS; payloads are received directly into their slots."""
+"""Channels over TCP, with optional TLS; payloads are received directly into their slots."""
 
 from __future__ import annotations
 
@@ -6,11 +6,9 @@ import socket
 import ssl
 import time
 
-from kvkit.handoff.transport.channel import Channel, Listener, connecting
+from kvkit.handoff.transport.channel import BACKLOG, Channel, Listener, connecting
 from kvkit.handoff.transport.stream import Stream
 from kvkit.handoff.transport.tls import TlsStream
-
-_BACKLOG = 128
 
 
 class TcpListener(Listener):
@@ -18,7 +16,7 @@ class TcpListener(Listener):
 
     def __init__(self, host: str, port: int, timeout_s: float, tls: ssl.SSLContext | None) -> None:
         family = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0][0]
-        sock = socket.create_server((host, port), family=family, backlog=_BACKLOG)
+        sock = socket.create_server((host, port), family=family, backlog=BACKLOG)
         super().__init__(sock, f"tcp://{name(sock.getsockname())}", timeout_s)
         self._tls = tls
 
@@ -63,13 +61,13 @@ def open_stream(address: str, host: str, port: int, timeout_s: float, tls: ssl.S
 
 
 def name(address: tuple[object, ...]) -> str:
-    """Return host:port, as URLs write it."""
+    """Return host:port as in a URL."""
     host, port = address[:2]
     return f"[{host}]:{port}" if ":" in str(host) else f"{host}:{port}"
 
 
 def tune(sock: socket.socket, timeout_s: float) -> None:
-    """Send small frames at once, and notice in about `timeout_s` that a host is gone, even when idle."""
+    """Send small frames at once, and detect within about `timeout_s` that the peer's host is gone."""
     sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
     interval_s = max(1, int(timeout_s / 3))

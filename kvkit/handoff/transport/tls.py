@@ -1,4 +1,4 @@
-"""TLS streams that encrypt in memory, so that one thread can send while another receives."""
+"""TLS streams. They encrypt in memory, so that one thread can send while another receives."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def server_context(certificate: Path, key: Path, ca: Path | None = None) -> ssl.
 
 
 def client_context(ca: Path, certificate: Path | None = None, key: Path | None = None) -> ssl.SSLContext:
-    """Return a context for connecting: peers must present a certificate that `ca` signed for their host.
+    """Return a context for connecting. Peers must present a certificate that `ca` signed for their host.
 
     Raises:
         ValueError: a file is missing or invalid.
@@ -53,17 +53,17 @@ def _context(side: int, certificate: Path | None, key: Path | None, ca: Path | N
 class TlsStream(Stream):
     """Stream that is encrypted by TLS.
 
-    (An ssl.SSLSocket may not be used by two threads at once, and has no deadline for a whole call.)
+    It is not an ssl.SSLSocket, which two threads may not use at once and which has no deadline for a call.
     """
 
     def __init__(self, sock: socket.socket, context: ssl.SSLContext, server_name: str | None) -> None:
-        """Wrap a socket. `server_name`: host that a connecting side expects; None if it listens."""
+        """Wrap a socket. `server_name`: host that the certificate must name; None on the listening side."""
         super().__init__(sock)
         self._received, self._to_send = ssl.MemoryBIO(), ssl.MemoryBIO()
         self._tls = context.wrap_bio(self._received, self._to_send, server_name is None, server_name)
         self._cipher = threading.Lock()  # for the three above; never held while waiting for the peer
-        self._shaking = threading.Lock()
-        self._shaken = False
+        self._handshaking = threading.Lock()
+        self._handshake_done = False
         self._raw = memoryview(bytearray(_FIRST_PIECE_BYTES))
 
     def send(self, buffers: Sequence[bytes | memoryview], deadline: float) -> None:
@@ -93,28 +93,28 @@ class TlsStream(Stream):
 
     def handshake(self, deadline: float) -> None:
         """Agree on keys unless done already. May be called again after a timeout."""
-        if self._shaken:
+        if self._handshake_done:
             return
-        with self._shaking:
-            done: bool = self._shaken
+        with self._handshaking:
+            done: bool = self._handshake_done
             while not done:
                 try:
                     self._tls.do_handshake()
                     done = True
                 except ssl.SSLWantReadError:
                     pass
-                finally:  # little enough for a socket's buffer; sends alerts, too
+                finally:  # also alerts; they fit the socket's buffer
                     if self._to_send.pending:
                         super().send([self._to_send.read()], time.monotonic() + _HANDSHAKE_SEND_S)
                 if not done and not self._more(deadline):
                     raise ConnectionError("closed before a TLS session was agreed on")
-            self._shaken = True
+            self._handshake_done = True
 
     def _more(self, deadline: float) -> bool:
-        """Read more ciphertext; return whether there was any."""
+        """Read more ciphertext; return False at the end of the stream."""
         count = super().read(self._raw, max(deadline - time.monotonic(), SHORTEST_S))
         with self._cipher:
             self._received.write(self._raw[:count])
-        if count == len(self._raw) < _PIECE_BYTES:  # KV records arrive: read larger pieces
+        if count == len(self._raw) < _PIECE_BYTES:  # records arrive: read larger pieces
             self._raw = memoryview(bytearray(_PIECE_BYTES))
         return count > 0

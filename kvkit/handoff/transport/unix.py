@@ -1,7 +1,7 @@
-"""Channels on one host: frames by an AF_UNIX socket, payloads written into the peer's arena.
+"""Channels on one host: frames through an AF_UNIX socket, payloads written into the peer's arena.
 
-A payload costs one copy, or none if it was made in a slot of that arena. Both sides must be processes of one
-user, or of root. Only the listening side shares its arena.
+A payload takes one copy, or none if it was packed into a slot of that arena. Both sides must be processes of
+one user, or of root. Only the listening side shares its arena.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from pathlib import Path
 import numpy as np
 
 from kvkit.handoff.transport.channel import (
+    BACKLOG,
     HEADER,
     SHARED,
     Channel,
@@ -34,18 +35,17 @@ from kvkit.staging import PAGE_BYTES, Arena, Lease, Staging, map_shared, prefaul
 _ARENA = struct.Struct("<QQ")
 _MAX_DESCRIPTORS = 2  # one more than an arena has
 _MAX_PATH_BYTES = 107
-_BACKLOG = 128
 _SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW
 
 
 class PeerArena(Arena):
     """A peer's shared arena, mapped here. The memory stays while it is mapped, even if the peer is gone.
 
-    Only pages that the peer has populated are touched in the background: memory that it only claims to have
-    takes up none on this side. For the same reason no page is pinned for a GPU.
+    A background thread touches only the pages that the peer has populated, and no page is pinned for a GPU:
+    a peer that announces more memory than it has makes this process allocate none.
 
     Args:
-        descriptor: memfd of the arena; this object owns it, even if the constructor raises.
+        descriptor: memfd of the arena. This object closes it, also if the constructor raises.
 
     Raises:
         ValueError: the descriptor is not memory of this size that is sealed against resizing.
@@ -60,8 +60,8 @@ class PeerArena(Arena):
             os.close(descriptor)
             raise
 
-    def lend(self, slot: int, on_return: Callable[[], None]) -> Lease | None:
-        """As `Channel.lend`."""
+    def borrow_slot(self, slot: int, on_return: Callable[[], None]) -> Lease | None:
+        """As `Channel.borrow_slot`."""
         with self._changed:
             if not 0 <= slot < self.slots or self._references[slot]:
                 return None
@@ -70,7 +70,7 @@ class PeerArena(Arena):
         return Lease(self, slot)
 
     def write(self, slot: int, payload: memoryview) -> None:
-        """Copy `payload`, which fits, to the front of a slot, unless it is there already."""
+        """Copy `payload`, which fits, to the start of a slot, unless it was packed there."""
         source, target = np.frombuffer(payload, np.uint8), self.arrays[slot][: payload.nbytes]
         if source.ctypes.data != target.ctypes.data:
             np.copyto(target, source)
@@ -112,10 +112,10 @@ class LocalStream(Stream):
     """Stream that can pass file descriptors.
 
     Args:
-        takes_descriptors: whether it accepts descriptors; otherwise the kernel drops them.
+        takes_descriptors: True if it accepts descriptors; otherwise the kernel drops them.
 
     Attributes:
-        passed: descriptors that were received and are not used or closed yet.
+        passed: descriptors that were received and are neither used nor closed.
     """
 
     def __init__(self, sock: socket.socket, takes_descriptors: bool) -> None:
@@ -124,7 +124,7 @@ class LocalStream(Stream):
         self.passed: list[int] = []
 
     def read(self, buffer: memoryview, wait_s: float, flags: int = 0) -> int:
-        if flags or not self._takes_descriptors:  # no arena arrives within a frame
+        if flags or not self._takes_descriptors:  # with flags, a frame is continued, which has no descriptor
             return super().read(buffer, wait_s, flags)
         if self.passed:
             raise FrameError("a descriptor arrived without an arena")
@@ -161,7 +161,7 @@ class LocalChannel(Channel):
     little endian, and a memfd is attached. `receive` does not return it.
 
     Args:
-        takes_arena: whether the peer may share its arena.
+        takes_arena: True if the peer may share its arena.
 
     Raises:
         PermissionError: the peer is a process of another user.
@@ -182,12 +182,12 @@ class LocalChannel(Channel):
         body = _ARENA.pack(arena.slot_bytes, arena.slots)
         frame = HEADER.pack(len(body), SHARED) + body
         with self._frame() as deadline:
-            self._send_held(deadline)
+            self._send_unsent(deadline)
             self._stream.pass_on(frame, arena.descriptor, deadline)
         return True
 
-    def lend(self, slot: int, on_return: Callable[[], None]) -> Lease | None:
-        return None if self._arena is None else self._arena.lend(slot, on_return)
+    def borrow_slot(self, slot: int, on_return: Callable[[], None]) -> Lease | None:
+        return None if self._arena is None else self._arena.borrow_slot(slot, on_return)
 
     def close(self) -> None:
         super().close()
@@ -214,7 +214,7 @@ class LocalChannel(Channel):
 
 
 class LocalListener(Listener):
-    """Listening socket with a file of mode 0600, in a folder that only its owner may enter."""
+    """Listening socket whose file has mode 0600, in a folder of mode 0700."""
 
     def __init__(self, path: Path, timeout_s: float) -> None:
         _make_folder(path)
@@ -222,7 +222,7 @@ class LocalListener(Listener):
         try:
             _bind(sock, path)
             os.chmod(path, 0o600)
-            sock.listen(_BACKLOG)
+            sock.listen(BACKLOG)
             self._identity = _identity(path)
         except BaseException:
             sock.close()
@@ -233,7 +233,7 @@ class LocalListener(Listener):
     def close(self) -> None:
         super().close()
         with suppress(FileNotFoundError):
-            if _identity(self._path) == self._identity:  # not the file of a listener that took over
+            if _identity(self._path) == self._identity:  # else it is the file of a later listener
                 self._path.unlink()
 
     def _channel(self, connection: socket.socket) -> Channel:
@@ -271,7 +271,7 @@ def _make_folder(path: Path) -> None:
 
 
 def _bind(sock: socket.socket, path: Path) -> None:
-    """Bind the socket, replacing the file that a killed process left."""
+    """Bind the socket. Replaces the file that a killed process left behind."""
     try:
         sock.bind(str(path))
     except OSError as error:
@@ -282,7 +282,7 @@ def _bind(sock: socket.socket, path: Path) -> None:
 
 
 def _is_stale(path: Path) -> bool:
-    """Return whether this is a socket without a listener."""
+    """Return whether `path` is a socket without a listener."""
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:
         probe.setblocking(False)
         is_socket = stat.S_ISSOCK(path.lstat().st_mode)
