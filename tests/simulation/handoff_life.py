@@ -56,7 +56,7 @@ class HandoffLife:
             (f"{transport}.unix", "_make_folder"): lambda path: None,
             (f"{transport}.unix", "_identity"): self.identity,
             (f"{transport}.link", "_numbers"): numbers,
-            (f"{transport}.auth", "new_nonce"): lambda: bytes(32),
+            (f"{transport}.handshake", "new_nonce"): lambda: bytes(32),
             ("kvkit.staging", "map_shared"): mmap.mmap,
             ("kvkit.staging", "keep_from_forks"): lambda memory: None,
             ("kvkit.staging", "prefault"): lambda *_: None,
@@ -261,7 +261,7 @@ class HandoffLife:
             if side.process.dead:
                 continue
             name, staging = side.process.name, side.staging
-            open_ = side.sender._open, side.sender._lending
+            open_ = side.sender._open_transfers, side.sender._lenders
             self.check(not any(open_), "{} is not done with {}", name, list(side.sender._open))
             self.check(staging.free == staging.slots, "{} has {} slots", name, staging.free)
             for handle in side.handles:

@@ -47,7 +47,7 @@ class Identity:
             namespace=self.namespace,
             layout=self.layout,
             slot_bytes=self.slot_bytes,
-            nonce=secrets.token_bytes(NONCE_BYTES),
+            nonce=new_nonce(),
             ranks=self.ranks,
             record_ranks=self.record_ranks,
             draft=self.draft,
@@ -112,6 +112,11 @@ def shake_hands(channel: Channel, side: Side, identity: Identity, timeout_s: flo
     if not client:
         channel.send(own_proof)
     return hello
+
+
+def new_nonce() -> bytes:
+    """Return random bytes that make a hello, and so a proof, valid for one connection only."""
+    return secrets.token_bytes(NONCE_BYTES)
 
 
 def prove(secret: bytes, side: Side, client_hello: bytes, server_hello: bytes) -> bytes:
