@@ -262,7 +262,7 @@ class HandoffLife:
                 continue
             name, staging = side.process.name, side.staging
             open_ = side.sender._open_transfers, side.sender._lenders
-            self.check(not any(open_), "{} is not done with {}", name, list(side.sender._open))
+            self.check(not any(open_), "{} is not done with {}", name, list(side.sender._open_transfers))
             self.check(staging.free == staging.slots, "{} has {} slots", name, staging.free)
             for handle in side.handles:
                 self.check(handle.done.done(), "{} of {} never ends", handle.id, name)
