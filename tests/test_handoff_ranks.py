@@ -42,7 +42,7 @@ def layout_of(rank: int, ranks: int, records: int, heads: int) -> KVLayout:
     parts = heads_of(heads, rank, ranks)[::each]
     form = LayerGroup((1,), each, 8, 8, "float32", model_heads=heads)
     split = [LayerGroup((1,), each, 8, 8, "float32", first_head=first, model_heads=heads) for first in parts]
-    assert form.parts == min(records, heads)
+    assert form.head_shards == min(records, heads)
     return KVLayout((*latents, *split))
 
 

@@ -412,7 +412,7 @@ def test_groups_of_heads_share_a_fingerprint_whoever_has_them() -> None:
     ]
     assert len({layout.fingerprint() for layout in layouts}) == 1
     assert [layout.layers for layout in layouts] == [2, 2, 2]
-    assert [part.place for part in layouts[1].groups] == [2, 3]
+    assert [part.head_shard for part in layouts[1].groups] == [2, 3]
     whole = replace(group, model_heads=None)
     assert layouts[0].fingerprint() != KVLayout((whole,)).fingerprint()
     assert layouts[0].fingerprint() != KVLayout((replace(group, model_heads=16),)).fingerprint()

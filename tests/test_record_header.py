@@ -38,8 +38,10 @@ def packed(codec: str = "zstd") -> Sealed:
 
 
 def test_a_header_says_in_what_form_its_kv_is() -> None:
-    assert records.read_header(seal(FP8).record).form == ("fp8", "bfloat16")
-    assert records.read_header(seal(MLA).record).form == (None, "bfloat16")
+    header = records.read_header(seal(FP8).record)
+    assert (header.precision, header.kv_dtype) == ("fp8", "bfloat16")
+    header = records.read_header(seal(MLA).record)
+    assert (header.precision, header.kv_dtype) == (None, "bfloat16")
 
 
 @pytest.mark.parametrize("form", [MLA, FP8, OPAQUE, FULL], ids=["mla", "fp8", "opaque", "full"])
@@ -65,7 +67,7 @@ def test_what_follows_the_layers_begins_where_it_fits() -> None:
 def test_a_record_is_named_by_its_array_key_and_places() -> None:
     group = LayerGroup((2, 3), 1, 3, 1, "uint8", 2, first_head=1, model_heads=2, model_layers=(0, 1, 2, 3))
     form = format_of(group, chunk_tokens=4)
-    assert (group.place, group.layer_place) == (1, 1)
+    assert (group.head_shard, group.layer_shard) == (1, 1)
     part = format_of(replace(group, layers=(0, 1)), chunk_tokens=4)
     assert form.array == f"{form.digest[:16].hex()}/0"
     key = bytes(range(16))

@@ -215,7 +215,7 @@ def test_groups_of_heads_are_places_on_one_axis(tmp_path: Path, pipeline: str, n
     held = {}
     for form in forms:
         shutil.rmtree(tmp_path / "one", ignore_errors=True)
-        held[form.group.place] = write_store(tmp_path / "one", form, "none")
+        held[form.group.head_shard] = write_store(tmp_path / "one", form, "none")
         shutil.copytree(tmp_path / "one", tmp_path / "all", dirs_exist_ok=True)
     z = zarr.open_array(tmp_path / "all" / forms[0].array, mode="r")
     assert z.shape[2:] == (forms[0].shape[0], 3, *forms[0].shape[2:])

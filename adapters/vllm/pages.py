@@ -453,7 +453,7 @@ class _Grouping:
         reads_parts = self.heads is not None and self.heads.reads_parts(spec)
         if not layer_group.opaque:
             return record_groups, ratio, tensors
-        if record_groups[0].parts == 1 and not reads_parts:
+        if record_groups[0].head_shards == 1 and not reads_parts:
             return record_groups, 1, [tensor.view(self.blocks, -1, *tensor.shape[1:]) for tensor in tensors]
         # heads are contiguous within a kernel block, but not within one of vLLM's
         if (len(record_groups) > 1 or reads_parts) and not self.opaque:
@@ -461,7 +461,7 @@ class _Grouping:
                 f"record_ranks: the pages of layer {names[0]} cannot be divided into heads, as its "
                 "attention backend packs K and V in its own order; want none"
             )
-        if record_groups[0].parts == 1 and ratio > 1:
+        if record_groups[0].head_shards == 1 and ratio > 1:
             raise ConfigError(
                 f"record_ranks: {ratio} blocks of the kernel are one of the {spec.block_size} tokens "
                 f"of layer {names[0]}, and one page of such records; want none"

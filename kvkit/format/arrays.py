@@ -22,8 +22,12 @@ class MetadataError(ValueError):
     """Bytes that are no zarr.json of an array."""
 
 
-def metadata(form: RecordFormat, codec: str = "none", narrowed: Precision | None = None) -> bytes:
-    """Build the zarr.json of the array of `form`'s records with one codec, quantised if `narrowed` is set.
+def metadata(
+    record_format: RecordFormat, codec: str = "none", tier_precision: Precision | None = None
+) -> bytes:
+    """Build the zarr.json of the array of records of one format and codec.
+
+    With a `tier_precision`, the records are those that a tier quantises.
 
     bfloat16 is stored as uint16 and float8 as uint8; the attributes name the real dtype, and the namespace.
     Quantised rows are uint8: K's codes, V's codes, and their scales; the attributes name the precision.
@@ -31,13 +35,18 @@ def metadata(form: RecordFormat, codec: str = "none", narrowed: Precision | None
     import zarr
     from zarr.codecs import BloscCodec, ZstdCodec
 
-    group, stored_group, precision = form.group, form.group.stored, narrowed or form.group.precision
+    group, stored_group = record_format.group, record_format.group.stored
+    precision = tier_precision or group.precision
     k_size = 0 if group.opaque else group.k_size
     stored = (
-        "uint8" if group.opaque or narrowed else _STORED_DTYPE.get(stored_group.dtype, stored_group.dtype)
+        "uint8"
+        if group.opaque or tier_precision
+        else _STORED_DTYPE.get(stored_group.dtype, stored_group.dtype)
     )
-    width = 1 if stored == "uint8" else stored_group.item_bytes  # of the elements with shuffled bits
-    shape = quantised_shape(form.shape, k_size, group.dtype) if narrowed else form.shape
+    width = 1 if stored == "uint8" else stored_group.item_bytes  # bytes of the elements with shuffled bits
+    shape = record_format.shape
+    if tier_precision:
+        shape = quantised_shape(shape, k_size, group.dtype)
     compressors: dict[str, Any] = {
         "none": None,
         "zstd": ZstdCodec(level=CODEC_LEVEL, checksum=False),
@@ -47,7 +56,7 @@ def metadata(form: RecordFormat, codec: str = "none", narrowed: Precision | None
     layers, heads, *rest = shape
     zarr.create_array(
         store,
-        shape=(2**HIGH_BITS, 2**LOW_BITS, layers * group.layer_parts, heads * group.parts, *rest),
+        shape=(2**HIGH_BITS, 2**LOW_BITS, layers * group.layer_shards, heads * group.head_shards, *rest),
         shards=(1, 1, *shape),
         chunks=(1, 1, 1, heads, *rest),
         dtype=stored,
@@ -65,8 +74,8 @@ def metadata(form: RecordFormat, codec: str = "none", narrowed: Precision | None
                 **({"precision": precision} if precision else {}),
                 **({"state": group.state} if group.state else {}),
                 "codec": codec,
-                "digest": form.digest.hex(),
-                "namespace": form.namespace.public(),
+                "digest": record_format.digest.hex(),
+                "namespace": record_format.namespace.public(),
             }
         },
     )

@@ -1,7 +1,7 @@
 """Compressed records: each layer is compressed on its own, so any Zarr reader can open them.
 
-A record describes itself, so neither direction needs its layout. Off by default: `docs/records.md` lists what
-each codec saves and costs on real KV.
+A record describes itself, so neither function needs its layout. Codecs are off by default: `docs/records.md`
+lists the savings and costs of each on real KV.
 """
 
 from __future__ import annotations
@@ -103,13 +103,13 @@ def decompress(record: Buffer, out: Buffer) -> Damage | int:
     return finish(target, "none", ranges, sums)
 
 
-def finish(target: memoryview, codec: str, places: Sequence[tuple[int, int]], sums: Sequence[int]) -> int:
-    """Write the trailer after the layers at `places`, and update the header; return the record's bytes.
+def finish(target: memoryview, codec: str, ranges: Sequence[tuple[int, int]], sums: Sequence[int]) -> int:
+    """Write the trailer after the layers at `ranges`, and update the header; return the record's bytes.
 
     Mutates `target`.
     """
-    end = sum(places[-1])
-    trailer = trailer_of(places, end)
+    end = sum(ranges[-1])
+    trailer = trailer_of(ranges, end)
     total = end + len(trailer)
     target[end:total] = trailer
     relabel(target, codec, total, end, sums, xxh3_64_intdigest(trailer))

@@ -46,7 +46,7 @@ class LayoutError(ValueError):
 
 @dataclass(frozen=True, slots=True)
 class LayerGroup:
-    """Layers with KV of the same form: heads, head sizes, dtype, blocks and strides.
+    """Layers with the same heads, head sizes, dtype, blocks and strides of KV.
 
     Args:
         layers: indices of the layers in the model, ascending.
@@ -62,8 +62,8 @@ class LayerGroup:
             move whole; only one engine on one ISA can read them.
         first_head: index of the first of these heads in the model, a multiple of `kv_heads`.
         model_heads: heads of the model's layers, over all tensor-parallel ranks; None: `kv_heads`.
-        model_layers: the model's layers of this form over all pipeline stages, ascending; `layers` is one of
-            their parts of equal size. None: `layers`.
+        model_layers: the model's layers of this kind over all pipeline stages, ascending; `layers` is one of
+            their shards of equal size. None: `layers`.
         precision: precision of the KV in records; None: as the engine has it.
         state: kind, shapes and dtypes of the state that these layers keep instead of K and V (Mamba, linear
             attention, short convolutions), else None. Pages are then opaque; one page holds the state after
@@ -152,33 +152,33 @@ class LayerGroup:
         return self.model_heads or self.kv_heads
 
     @property
-    def place(self) -> int:
-        """Number of the part of the model's heads: the records' coordinate on the head axis."""
+    def head_shard(self) -> int:
+        """Number of the shard of the model's heads: the records' coordinate on the head axis."""
         return self.first_head // self.kv_heads
 
     @property
-    def parts(self) -> int:
-        """Number of records that hold all of the model's heads."""
+    def head_shards(self) -> int:
+        """Number of shards, of one record each, that hold all of the model's heads."""
         return self.heads // self.kv_heads
 
     @property
     def all_layers(self) -> tuple[int, ...]:
-        """The model's layers of this form; the group holds some or all of them."""
+        """The model's layers of this kind; the group holds some or all of them."""
         return self.model_layers or self.layers
 
     @property
-    def layer_place(self) -> int:
-        """Number of the part of the model's layers: the records' coordinate on the layer axis."""
+    def layer_shard(self) -> int:
+        """Number of the shard of the model's layers: the records' coordinate on the layer axis."""
         return self.all_layers.index(self.layers[0]) // len(self.layers)
 
     @property
-    def layer_parts(self) -> int:
-        """Number of records that hold all of the model's layers."""
+    def layer_shards(self) -> int:
+        """Number of shards, of one record each, that hold all of the model's layers."""
         return len(self.all_layers) // len(self.layers)
 
     @property
-    def whole(self) -> LayerGroup:
-        """The group of the first layers and heads, which is the same for all parts."""
+    def first_shard(self) -> LayerGroup:
+        """The group of the first layers and heads: the same for all shards of an array."""
         return replace(self, first_head=0, layers=self.all_layers[: len(self.layers)])
 
     @property
@@ -203,10 +203,10 @@ class LayerGroup:
 
     @property
     def stored(self) -> LayerGroup:
-        """The form of these layers' records.
+        """The group of these layers as their records hold it.
 
         With a `precision`, a row [C] is C codes, a float32 scale for K and one for V: uint8 [C + 4 or 8].
-        Records, keys and stores need no more than this form.
+        Records, keys and stores need only this group.
         """
         if self.precision is None:
             return self
@@ -258,7 +258,7 @@ class LayerGroup:
 class KVLayout:
     """The layer groups of a model's KV cache, in a fixed order.
 
-    Several groups may hold parts of the same heads or layers; these groups differ in nothing else. Groups of
+    Several groups may hold shards of the same heads or layers; these groups differ in nothing else. Groups of
     states come last.
 
     Args:
@@ -290,8 +290,8 @@ class KVLayout:
 
     @property
     def arrays(self) -> list[LayerGroup]:
-        """One group per array of records; parts of the same heads and layers share an array."""
-        return list(dict.fromkeys(group.whole for group in self.groups))
+        """One group per array of records; shards of the same heads and layers share an array."""
+        return list(dict.fromkeys(group.first_shard for group in self.groups))
 
     @property
     def layers(self) -> int:
@@ -315,13 +315,14 @@ class KVLayout:
         described = []
         for group in self.arrays:
             opaque = ("page_bytes", "block_tokens", "order") if group.opaque else ()
-            some = ("heads",) if group.heads > group.kv_heads else ()
-            parts = ("layer_parts",) if group.layer_parts > 1 else ()
-            bits = ("precision",) if group.precision else ()
+            heads = ("heads",) if group.heads > group.kv_heads else ()
+            precision = ("precision",) if group.precision else ()
             state = ("state",) if group.state else ()
-            names = (*always, *opaque, *some, *parts, *bits, *state)
-            fields = {name: getattr(group, name) for name in names}
-            described.append(fields | {"layers": group.all_layers})
+            names = (*always, *opaque, *heads, *precision, *state)
+            fields = {name: getattr(group, name) for name in names} | {"layers": group.all_layers}
+            if group.layer_shards > 1:
+                fields["layer_parts"] = group.layer_shards
+            described.append(fields)
         digest = hashlib.blake2b(canonical_json(described), digest_size=16).hexdigest()
         return "-".join([digest, *sorted({group.precision for group in self.groups if group.precision})])
 
@@ -392,7 +393,7 @@ class KVLayout:
             raise LayoutError(f"windows has {len(windows)} entries for {len(pages)} layers")
         groups: dict[LayerGroup, list[int]] = {}
         for layer, (tensor, window) in enumerate(zip(pages, windows, strict=True)):
-            group = _form_of(layer, tensor, v_size, opaque, window)
+            group = _layer_group(layer, tensor, v_size, opaque, window)
             groups.setdefault(group, []).append(layer)
         return KVLayout(tuple(replace(group, layers=tuple(layers)) for group, layers in groups.items()))
 
@@ -447,13 +448,13 @@ class Namespace:
 
     def to_bytes(self) -> bytes:
         """Return the bytes to hash: JSON of all that decides KV, keys sorted, no spaces, ASCII escapes."""
-        return canonical_json(self._deciding())
+        return canonical_json(self._key_fields())
 
     def public(self) -> dict[str, Any]:
         """Return the fields that a store may show: all that decides KV, and whether there is a salt."""
-        return self._deciding() | {"salt": bool(self.salt)}
+        return self._key_fields() | {"salt": bool(self.salt)}
 
-    def _deciding(self) -> dict[str, Any]:
+    def _key_fields(self) -> dict[str, Any]:
         fields = {name: value for name, value in asdict(self).items() if value or name != "draft"}
         return fields | {"rank": 0, "world": 1} if fields.pop("ranks_share") else fields
 
@@ -484,19 +485,19 @@ def layer_windows(text: Any, layers: int) -> list[int | None]:
     return [window if kind == "sliding_attention" else None for kind in types]
 
 
-def _form_of(
+def _layer_group(
     layer: int,
     pages: torch.Tensor | tuple[torch.Tensor, torch.Tensor],
     v_size: int | None,
     opaque: bool,
     window: int | None,
 ) -> LayerGroup:
-    """Return the group of one layer alone (as layer 0), so that equal forms compare equal."""
+    """Return the group of one layer, numbered 0, so that layers of one kind have equal groups."""
     if isinstance(pages, tuple):
         k, v = pages
         if k.shape[:3] != v.shape[:3] or k.dtype != v.dtype or opaque:
             raise LayoutError(f"pages[{layer}]: K {tuple(k.shape)} and V {tuple(v.shape)} do not go together")
-        group, v_group = (_form_of(layer, tensor, 0, False, window) for tensor in pages)
+        group, v_group = (_layer_group(layer, tensor, 0, False, window) for tensor in pages)
         return replace(group, v_size=v_group.k_size, strides=None)
     if pages.ndim != 4:
         raise LayoutError(f"pages[{layer}]: shape {tuple(pages.shape)}, want [B, H, N, C]")

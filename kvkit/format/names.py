@@ -1,8 +1,8 @@
 """Names of records: "<digest>/<group>/c.<high>.<low>.<layers>.<heads>.0.0" below any store's root.
 
-The digest is the namespace's. The part before the last slash names a Zarr array; its zarr.json lies beside
+The digest is the namespace's. The text before the last slash names a Zarr array; its zarr.json lies beside
 its records. The rest holds the record's coordinates in the array: `high` and `low` are bits of its key,
-`layers` and `heads` number the part of the model's layers and heads that it holds. If a tier quantises, the
+`layers` and `heads` number the shard of the model's layers and heads that it holds. If a tier quantises, the
 precision follows the digest: "<digest>-fp8/...".
 """
 
@@ -14,7 +14,7 @@ HIGH_BITS, LOW_BITS = 16, 46
 METADATA = "zarr.json"
 
 SPACE, GROUP = "[0-9a-f]{1,64}(?:-fp8|-int8)?", "[0-9]{1,4}"
-"""Patterns of the two parts of an array's name; each part is a folder if the store has folders."""
+"""Patterns of namespace and group in an array's name; each is a folder if the store has folders."""
 
 RECORD = rf"{SPACE}/{GROUP}/c\.[0-9]{{1,5}}\.[0-9]{{1,14}}\.[0-9]{{1,4}}\.[0-9]{{1,4}}\.0\.0"
 """Pattern (`re`) of a record's full name, at most 111 characters."""
@@ -56,10 +56,10 @@ def array_name(namespace: bytes, group: int) -> str:
     return f"{namespace[:16].hex()}/{group}"
 
 
-def record_name(array: str, key: bytes, place: int = 0, layer_place: int = 0) -> str:
-    """Return the name of `key`'s record in an array, at these coordinates on the head and layer axes."""
+def record_name(array: str, key: bytes, head_shard: int = 0, layer_shard: int = 0) -> str:
+    """Return the name of the record of `key` in an array, at these coordinates on the head and layer axes."""
     high, low = coordinates(key)
-    return f"{array}/c.{high}.{low}.{layer_place}.{place}.0.0"
+    return f"{array}/c.{high}.{low}.{layer_shard}.{head_shard}.0.0"
 
 
 def coordinates(key: bytes) -> tuple[int, int]:

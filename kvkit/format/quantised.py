@@ -1,8 +1,8 @@
 """Quantised records: records of a tier that keeps KV with fewer bits than it was computed with.
 
-A row of floats is stored as 8-bit codes, with one scale per part of the row. In dense KV a row is one head of
-one token, and its parts are K and V. In opaque pages a row is `OPAQUE_ROW` adjacent floats, whatever they
-mean. A quantised record has its own name (`kvkit.format.names.quantised_name`), and its header states its
+A row of floats is stored as 8-bit codes and float32 scales. In dense KV a row is one head of one token, with one
+scale for K and one for V. In opaque pages a row is `OPAQUE_ROW` adjacent floats, whatever they mean, with one
+scale. A quantised record has its own name (`kvkit.format.names.quantised_name`), and its header states its
 precision, so it is never mistaken for the exact record.
 """
 
@@ -28,15 +28,15 @@ def float_rows(header: Header, precision: Precision | None = None) -> LayerGroup
     Raises:
         LayoutError: the record holds no 16- or 32-bit floats, or its opaque pages hold no whole rows.
     """
-    narrowed, dtype = header.form
+    dtype, is_quantised = header.kv_dtype, header.precision is not None
     layers, heads, tokens, channels = header.shape
     if dtype not in QUANTISABLE:
         raise LayoutError(f"dtype={dtype!r}: want one of {', '.join(QUANTISABLE)}")
     k_size, v_size = header.k_size, channels - header.k_size
-    if k_size and narrowed:  # the scales come last
+    if k_size and is_quantised:  # the scales come last
         v_size = max(0, v_size - 2 * _SCALE_BYTES)
     elif not k_size:
-        row_bytes = OPAQUE_ROW + _SCALE_BYTES if narrowed else OPAQUE_ROW * ITEM_BYTES[dtype]
+        row_bytes = OPAQUE_ROW + _SCALE_BYTES if is_quantised else OPAQUE_ROW * ITEM_BYTES[dtype]
         if channels % row_bytes:
             raise LayoutError(f"page_bytes={channels}: want a multiple of {row_bytes}")
         tokens, k_size, v_size = tokens * (channels // row_bytes), OPAQUE_ROW, 0
@@ -88,6 +88,6 @@ def _check_group(group: LayerGroup, where: str) -> None:
     exact, row_bytes = group.record_shape(group.block_tokens), OPAQUE_ROW * group.item_bytes
     if group.opaque and exact[3] % row_bytes:
         raise LayoutError(f"{where} hold pages of {exact[3]} bytes; want a multiple of {row_bytes}")
-    narrowed = quantised_shape(exact, 0 if group.opaque else group.k_size, group.dtype)[3]
-    if narrowed >= exact[3] * (1 if group.opaque else group.item_bytes):
+    row = quantised_shape(exact, 0 if group.opaque else group.k_size, group.dtype)[3]
+    if row >= exact[3] * (1 if group.opaque else group.item_bytes):
         raise LayoutError(f"{where}: codes and scales of {group.channels} {group.dtype} take no less space")

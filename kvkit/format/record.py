@@ -60,7 +60,7 @@ PIECE_BYTES = 8 << 20
 """The most that `examine` reads at once, in bytes, except for a header."""
 
 Read = Callable[[int, int], "Buffer"]
-"""(offset, bytes) -> that part of a stored record; shorter if the record ends before."""
+"""Returns the bytes of a stored record at (offset, number of bytes); fewer if the record ends before."""
 
 Bytes = npt.NDArray[np.uint8]
 
@@ -78,8 +78,8 @@ HEADER = np.dtype(
         ("channels", "<u4"),  #     32
         ("k_size", "<u4"),  #       36 K's part of C (opaque pages: 0; quantised: K's codes)
         ("chunk_tokens", "<u4"),  # 40 tokens of the chunk
-        ("place", "<u2"),  #        44 on the head axis: number of the part of the model's heads
-        ("layer_place", "<u2"),  #  46 on the layer axis: number of the part of the model's layers
+        ("head_shard", "<u2"),  #   44 on the head axis: number of the shard of the model's heads
+        ("layer_shard", "<u2"),  #  46 on the layer axis: number of the shard of the model's layers
         ("dtype", "S16"),  #        48 ASCII; quantised: such as "fp8 of bfloat16"
         ("namespace", "V32"),  #    64 digest, zero-padded
         ("record_bytes", "<u8"),  # 96 bytes of the record
@@ -97,7 +97,7 @@ are equal in all uncompressed records of a format."""
 
 
 _OFFSETS = {name: field[1] for name, field in (HEADER.fields or {}).items()}
-_PLACE, _NAMESPACE, _PARENT = (_OFFSETS[name] for name in ("place", "namespace", "parent"))
+_HEAD_SHARD, _NAMESPACE, _PARENT = (_OFFSETS[name] for name in ("head_shard", "namespace", "parent"))
 _HEADER_SUM = _OFFSETS["header_sum"]
 _AFTER_HEADER_SUM = _OFFSETS["trailer_sum"]
 _SUMS = HEADER.itemsize
@@ -108,7 +108,7 @@ _CRC_BYTES = 4
 
 
 class RecordError(ValueError):
-    """A buffer that is too small or not a record; the message states which."""
+    """A buffer that is too small or no record; the message names the fault."""
 
 
 class Damage(StrEnum):
@@ -130,14 +130,14 @@ class Damage(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Header:
-    """A parsed header, for listing a store; loads compare bytes instead (`verify`)."""
+    """A parsed header, for listings of a store; loads compare bytes instead (`verify`)."""
 
     version: int
     codec: str
     group: int
     shape: tuple[int, int, int, int]
-    place: int
-    layer_place: int
+    head_shard: int
+    layer_shard: int
     k_size: int
     chunk_tokens: int
     dtype: str
@@ -152,10 +152,14 @@ class Header:
     tokens: npt.NDArray[np.int32]
 
     @property
-    def form(self) -> tuple[str | None, str]:
-        """Precision of the record (None: exact), and dtype of its KV."""
-        precision, _, dtype = self.dtype.rpartition(" of ")
-        return precision or None, dtype
+    def precision(self) -> str | None:
+        """Precision of a quantised record; None: the record is exact."""
+        return self.dtype.rpartition(" of ")[0] or None
+
+    @property
+    def kv_dtype(self) -> str:
+        """Dtype of the KV that the record was made of."""
+        return self.dtype.rpartition(" of ")[2]
 
     @property
     def item_bytes(self) -> int:
@@ -169,7 +173,7 @@ class Header:
 
     @property
     def plain_bytes(self) -> int:
-        """Bytes of the uncompressed record: any number if the header is forged."""
+        """Bytes of the uncompressed record; a forged header may claim any number."""
         layers = self.shape[0]
         return total_bytes(self.header_bytes + layers * self.layer_bytes, layers)
 
@@ -179,14 +183,14 @@ class RecordFormat:
     """Sizes and offsets in uncompressed records of one layer group and namespace. Made by `of`."""
 
     namespace: Namespace
-    digest: bytes  # of the namespace
+    digest: bytes  # digest of the namespace
     group: LayerGroup
-    index: int  # of the array, in `KVLayout.arrays`
+    index: int  # index of the array in `KVLayout.arrays`
     array: str  # name of the Zarr array, "<namespace digest, hex>/<group index>"
     shape: tuple[int, int, int, int]  # canonical [L, H, T, C]
     header_bytes: int
     layer_bytes: int
-    layers_end: int  # offset, in bytes
+    layers_end: int  # offset at which the last layer ends
     record_bytes: int
     fixed: bytes  # start of every header, up to `parent`
     trailer: bytes  # everything after the layers
@@ -203,7 +207,7 @@ class RecordFormat:
                 f"namespace.layout={namespace.layout!r}: this layout is {layout.fingerprint()!r}"
             )
         group, tokens = layout.groups[index], namespace.chunk_tokens
-        index = layout.arrays.index(group.whole)
+        index = layout.arrays.index(group.first_shard)
         shape = group.record_shape(tokens)
         digest = namespace_digest(namespace)
         header_bytes = _header_bytes(shape[0], tokens)
@@ -214,7 +218,7 @@ class RecordFormat:
         k_size, dtype = 0 if group.opaque else group.k_size, dtype_name(group.precision, group.dtype)
         fields = (  # as in HEADER
             *(MAGIC, FORMAT_VERSION, CODECS.index("none"), len(digest), header_bytes, index),
-            *(*shape, k_size, tokens, group.place, group.layer_place, dtype, digest),
+            *(*shape, k_size, tokens, group.head_shard, group.layer_shard, dtype, digest),
             *(record_bytes, layers_end),
             *(b"", b"", 0, 0),  # `seal` writes these
         )
@@ -235,7 +239,7 @@ class RecordFormat:
 
     def name(self, key: bytes) -> str:
         """Return the name of `key`'s record, relative to the store's root."""
-        return record_name(self.array, key, self.group.place, self.group.layer_place)
+        return record_name(self.array, key, self.group.head_shard, self.group.layer_shard)
 
 
 def parent_name(record: Buffer, name: str) -> str | None:
@@ -247,46 +251,43 @@ def parent_name(record: Buffer, name: str) -> str | None:
     parent = bytes(view[_PARENT : _PARENT + 32])
     if not _has_header(view) or parent == bytes(view[_NAMESPACE : _NAMESPACE + 32]):
         return None
-    return record_name(name.rpartition("/")[0], parent, *struct.unpack_from("<HH", view, _PLACE))
+    return record_name(name.rpartition("/")[0], parent, *struct.unpack_from("<HH", view, _HEAD_SHARD))
 
 
 def is_compressed(record: Buffer) -> bool:
-    """Return whether `record`, or its first `HEADER.itemsize` bytes, begins like a compressed record.
-
-    Checks nothing else.
-    """
+    """Return whether a record is compressed, from its first `HEADER.itemsize` bytes; checks nothing else."""
     view = memoryview(record)
     return _has_header(view) and view[_OFFSETS["codec"]] != CODECS.index("none")
 
 
-def payload(form: RecordFormat, record: Bytes) -> Bytes:
+def payload(record_format: RecordFormat, record: Bytes) -> Bytes:
     """Return the layers of an uncompressed record, uint8 [L * layer_bytes], as a view."""
-    return record[form.header_bytes : form.layers_end]
+    return record[record_format.header_bytes : record_format.layers_end]
 
 
-def layer_range(form: RecordFormat, layer: int) -> tuple[int, int]:
+def layer_range(record_format: RecordFormat, layer: int) -> tuple[int, int]:
     """Return offset and bytes of one layer, by its index in the group, in an uncompressed record.
 
     Raises:
         RecordError: the group has no such layer.
     """
-    if not 0 <= layer < form.shape[0]:
-        raise RecordError(f"layer={layer}: this group has {form.shape[0]} layers")
-    return form.header_bytes + layer * form.layer_bytes, form.layer_bytes
+    if not 0 <= layer < record_format.shape[0]:
+        raise RecordError(f"layer={layer}: this group has {record_format.shape[0]} layers")
+    return record_format.header_bytes + layer * record_format.layer_bytes, record_format.layer_bytes
 
 
 def seal(
-    form: RecordFormat,
+    record_format: RecordFormat,
     record: Buffer,
     parent: bytes,
     key: bytes,
     tokens: npt.NDArray[np.int32],
     sums: Sequence[int] | None = None,
 ) -> None:
-    """Write header and trailer around the payload that already lies in `record`. Mutates `record`.
+    """Write header and trailer around the layers that `record` already holds. Mutates `record`.
 
     Args:
-        record: uint8 [>= record_bytes], writable; bytes past `record_bytes` are left alone.
+        record: uint8 [>= record_bytes], writable; bytes after `record_bytes` stay unchanged.
         tokens: int32 [chunk_tokens].
         sums: `layer_checksum` of every layer, if known already.
 
@@ -294,75 +295,77 @@ def seal(
         RecordError: the buffer is too small, or a key or `tokens` has the wrong length.
     """
     view = memoryview(record)
-    if len(view) < form.record_bytes:
-        raise RecordError(f"record: {len(view)} bytes, want {form.record_bytes}")
+    if len(view) < record_format.record_bytes:
+        raise RecordError(f"record: {len(view)} bytes, want {record_format.record_bytes}")
     for name, digest in (("parent", parent), ("key", key)):
-        if len(digest) != len(form.digest):
-            raise RecordError(f"{name}: {len(digest)} bytes, want {len(form.digest)}")
-    if len(tokens) != form.namespace.chunk_tokens:
-        raise RecordError(f"tokens: {len(tokens)}, want {form.namespace.chunk_tokens}")
-    view[form.layers_end : form.record_bytes] = form.trailer
-    checksums = (xxh3_64_intdigest(form.trailer), *(sums or layer_checksums(form, view)))
-    tail = struct.pack(f"<{1 + form.shape[0]}Q", *checksums) + _as_bytes(tokens)
-    view[:_PARENT] = form.fixed
+        if len(digest) != len(record_format.digest):
+            raise RecordError(f"{name}: {len(digest)} bytes, want {len(record_format.digest)}")
+    if len(tokens) != record_format.namespace.chunk_tokens:
+        raise RecordError(f"tokens: {len(tokens)}, want {record_format.namespace.chunk_tokens}")
+    view[record_format.layers_end : record_format.record_bytes] = record_format.trailer
+    checksums = (xxh3_64_intdigest(record_format.trailer), *(sums or layer_checksums(record_format, view)))
+    tail = struct.pack(f"<{1 + record_format.shape[0]}Q", *checksums) + _as_bytes(tokens)
+    view[:_PARENT] = record_format.fixed
     _KEYS.pack_into(view, _PARENT, parent, key)
-    view[_AFTER_HEADER_SUM : form.header_bytes] = tail.ljust(form.header_bytes - _AFTER_HEADER_SUM, b"\0")
-    struct.pack_into("<Q", view, _HEADER_SUM, _header_sum(view, form.header_bytes))
+    view[_AFTER_HEADER_SUM : record_format.header_bytes] = tail.ljust(
+        record_format.header_bytes - _AFTER_HEADER_SUM, b"\0"
+    )
+    struct.pack_into("<Q", view, _HEADER_SUM, _header_sum(view, record_format.header_bytes))
 
 
-def write_framing(form: RecordFormat, record: Buffer, header: Buffer) -> None:
-    """Write header and trailer around verified layers that already lie in `record`. Mutates `record`.
+def write_framing(record_format: RecordFormat, record: Buffer, header: Buffer) -> None:
+    """Write header and trailer around verified layers that `record` already holds. Mutates `record`.
 
     Args:
         record: uint8 [>= record_bytes], writable.
         header: uint8 [header_bytes], the verified header against which the layers were verified.
     """
     view = memoryview(record)
-    view[: form.header_bytes] = memoryview(header)[: form.header_bytes]
-    view[form.layers_end : form.record_bytes] = form.trailer
+    view[: record_format.header_bytes] = memoryview(header)[: record_format.header_bytes]
+    view[record_format.layers_end : record_format.record_bytes] = record_format.trailer
 
 
 def verify(
-    form: RecordFormat, record: Buffer, parent: bytes, key: bytes, tokens: npt.NDArray[np.int32]
+    record_format: RecordFormat, record: Buffer, parent: bytes, key: bytes, tokens: npt.NDArray[np.int32]
 ) -> Damage | None:
     """Verify that `record`, uint8 [stored bytes], is this chunk's intact uncompressed record.
 
     Returns None, or the first damage found. Reads only.
     """
     view = memoryview(record)
-    damage = verify_header(form, view, parent, key, tokens)
-    if damage is None and len(view) != form.record_bytes:
+    damage = verify_header(record_format, view, parent, key, tokens)
+    if damage is None and len(view) != record_format.record_bytes:
         damage = Damage.TRUNCATED
-    damage = damage or verify_trailer(form, view[form.layers_end :])
+    damage = damage or verify_trailer(record_format, view[record_format.layers_end :])
     if damage is not None:
         return damage
-    stored = view[_SUMS : _SUMS + 8 * form.shape[0]].cast("Q").tolist()
-    return None if stored == layer_checksums(form, view) else Damage.LAYER
+    stored = view[_SUMS : _SUMS + 8 * record_format.shape[0]].cast("Q").tolist()
+    return None if stored == layer_checksums(record_format, view) else Damage.LAYER
 
 
 def verify_header(
-    form: RecordFormat, header: Buffer, parent: bytes, key: bytes, tokens: npt.NDArray[np.int32]
+    record_format: RecordFormat, header: Buffer, parent: bytes, key: bytes, tokens: npt.NDArray[np.int32]
 ) -> Damage | None:
-    """Verify the first `header_bytes` of an uncompressed record, as `verify` does; more may follow."""
+    """Verify the first `header_bytes` of an uncompressed record, as `verify` does; ignore later bytes."""
     view = memoryview(header)
-    if len(view) < form.header_bytes:
+    if len(view) < record_format.header_bytes:
         return Damage.TRUNCATED
-    if not _header_is_intact(view, form.header_bytes):
+    if not _header_is_intact(view, record_format.header_bytes):
         return Damage.HEADER
-    if bytes(view[:_PARENT]) != form.fixed:
-        return _explain(form, view)
+    if bytes(view[:_PARENT]) != record_format.fixed:
+        return _explain(record_format, view)
     stored_parent, stored_key = _KEYS.unpack_from(view, _PARENT)
     if stored_key != key.ljust(32, b"\0"):
         return Damage.KEY
     if stored_parent != parent.ljust(32, b"\0"):
         return Damage.PARENT
-    start = _SUMS + 8 * form.shape[0]
-    if bytes(view[start : start + 4 * form.namespace.chunk_tokens]) != _as_bytes(tokens):
+    start = _SUMS + 8 * record_format.shape[0]
+    if bytes(view[start : start + 4 * record_format.namespace.chunk_tokens]) != _as_bytes(tokens):
         return Damage.TOKENS
     return None
 
 
-def verify_layer(form: RecordFormat, header: Buffer, layer: int, data: Buffer) -> Damage | None:
+def verify_layer(record_format: RecordFormat, header: Buffer, layer: int, data: Buffer) -> Damage | None:
     """Verify that `data`, uint8 [layer_bytes], is `layer` of the record with this verified header.
 
     Returns None, or the damage found.
@@ -370,17 +373,17 @@ def verify_layer(form: RecordFormat, header: Buffer, layer: int, data: Buffer) -
     Raises:
         RecordError: the group has no such layer.
     """
-    _, size = layer_range(form, layer)
+    _, size = layer_range(record_format, layer)
     if memoryview(data).nbytes != size:
         return Damage.TRUNCATED
     (stored,) = struct.unpack_from("<Q", memoryview(header), _SUMS + 8 * layer)
     return None if xxh3_64_intdigest(data) == stored else Damage.LAYER
 
 
-def verify_trailer(form: RecordFormat, trailer: Buffer) -> Damage | None:
-    """Verify that `trailer` is the trailer of uncompressed records of this format; None if it is."""
+def verify_trailer(record_format: RecordFormat, trailer: Buffer) -> Damage | None:
+    """Verify that `trailer` is that of uncompressed records of this format; return None, or the damage."""
     # memoryviews compare item by item, 20 times slower
-    return None if bytes(memoryview(trailer)) == form.trailer else Damage.TRAILER
+    return None if bytes(memoryview(trailer)) == record_format.trailer else Damage.TRAILER
 
 
 def layer_checksum(layer: Buffer) -> int:
@@ -388,10 +391,10 @@ def layer_checksum(layer: Buffer) -> int:
     return xxh3_64_intdigest(layer)
 
 
-def layer_checksums(form: RecordFormat, record: Buffer) -> list[int]:
+def layer_checksums(record_format: RecordFormat, record: Buffer) -> list[int]:
     """Return the XXH3-64 of every layer of an uncompressed record."""
-    view, size = memoryview(record), form.layer_bytes
-    starts = range(form.header_bytes, form.layers_end, size)
+    view, size = memoryview(record), record_format.layer_bytes
+    starts = range(record_format.header_bytes, record_format.layers_end, size)
     return [layer_checksum(view[start : start + size]) for start in starts]
 
 
@@ -419,7 +422,7 @@ def read_header(record: Buffer) -> Header:
     header = Header(
         **{name: fields[name] for name in ("version", "group", "k_size", "chunk_tokens", "trailer_sum")},
         **{name: fields[name] for name in ("header_bytes", "record_bytes", "layers_end")},
-        **{name: fields[name] for name in ("place", "layer_place")},
+        **{name: fields[name] for name in ("head_shard", "layer_shard")},
         **{name: fields[name][:key_bytes] for name in ("namespace", "parent", "key")},
         codec=CODECS[codec],
         shape=(layers, fields["heads"], fields["rows"], fields["channels"]),
@@ -440,11 +443,10 @@ def read_header(record: Buffer) -> Header:
 def examine(read: Read, size: int) -> tuple[Header, list[tuple[int, int]], Damage | None]:
     """Verify a stored record of `size` bytes and any codec against its own checksums.
 
-    For callers that do not know the record's tokens. Reads in pieces, so a forged header cannot exhaust
-    memory.
+    It needs no tokens or keys. It reads in pieces, so a forged header cannot exhaust memory.
 
     Returns:
-        The header, (offset, bytes) of every layer (empty if the record is damaged), and the damage or None.
+        header; offset and bytes of every layer, empty if the record is damaged; and the damage or None.
 
     Raises:
         RecordError: the header is not readable (see `read_header`).
@@ -502,15 +504,15 @@ def even_ranges(start: int, layer_bytes: int, layers: int) -> list[tuple[int, in
     return [(start + i * layer_bytes, layer_bytes) for i in range(layers)]
 
 
-def trailer_of(places: Sequence[tuple[int, int]], layers_end: int) -> bytes:
-    """Return the trailer after layers at `places`: zeros that align its end, then the shard index."""
-    index = shard_index(places)
+def trailer_of(ranges: Sequence[tuple[int, int]], layers_end: int) -> bytes:
+    """Return the trailer after layers at `ranges`: zeros that align its end, then the shard index."""
+    index = shard_index(ranges)
     return bytes(-(layers_end + len(index)) % ALIGN) + index
 
 
-def shard_index(places: Sequence[tuple[int, int]]) -> bytes:
+def shard_index(ranges: Sequence[tuple[int, int]]) -> bytes:
     """Return a Zarr shard index: (offset, bytes) of each inner chunk as uint64, then their crc32c."""
-    index = np.asarray(places, "<u8").tobytes()
+    index = np.asarray(ranges, "<u8").tobytes()
     return index + struct.pack("<I", google_crc32c.value(index))
 
 
@@ -519,8 +521,11 @@ def dtype_name(precision: str | None, dtype: str) -> str:
     return f"{precision} of {dtype}" if precision else dtype
 
 
-_FORMS = [(None, dtype) for dtype in ITEM_BYTES] + [*product(get_args(Precision), QUANTISABLE)]
-_DTYPES = {dtype_name(*form).encode("ascii") for form in _FORMS}
+_DTYPES = {
+    dtype_name(precision, dtype).encode("ascii")
+    for precision, dtype in (*product([None], ITEM_BYTES), *product(get_args(Precision), QUANTISABLE))
+}
+"""All names of element types that a header may have."""
 
 
 def _round_up(size: int, step: int) -> int:

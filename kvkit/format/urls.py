@@ -1,7 +1,7 @@
-"""URLs of stores as they may be shown: without possible secrets, in any link of a chained URL.
+"""URLs of stores without possible secrets, to show them; also chained URLs, link by link.
 
 A user name may be a token, and a query may be a signature. Secrets cannot always be recognised (a password
-may have any character, also unquoted), so doubtful text is left out.
+may have any character, also unquoted), so text that may be one is left out.
 """
 
 from __future__ import annotations
@@ -14,10 +14,10 @@ from urllib.parse import quote, unquote, urlsplit
 
 HIDDEN = "***"
 _MIN_CHARS = 3
-"""The shortest part of a URL that is treated as a secret; shorter parts would match in any text."""
+"""Length of the shortest text that is treated as a secret; shorter ones would match in any text."""
 _URL = re.compile(r"[^\s'\"<>()]+://[^\s'\"<>()]*")
 _AFTER = re.compile("[?#].*", re.DOTALL)
-_PARTS = re.compile("[:/?#&=;@]")
+_SEPARATORS = re.compile("[:/?#&=;@]")
 
 
 def shown(url: str) -> str:
@@ -43,7 +43,10 @@ def hide(text: str, url: str, options: Mapping[str, Any] | None = None) -> str:
     text = text.replace(url, shown(url))
     candidates = {*_secrets(url), *_values(options or {})}
     secrets = {
-        variant for candidate in candidates if len(candidate) >= _MIN_CHARS for variant in _forms(candidate)
+        spelling
+        for candidate in candidates
+        if len(candidate) >= _MIN_CHARS
+        for spelling in _spellings(candidate)
     }
     for secret in sorted(secrets, key=len, reverse=True):
         text = text.replace(secret, HIDDEN)
@@ -51,7 +54,7 @@ def hide(text: str, url: str, options: Mapping[str, Any] | None = None) -> str:
 
 
 def _cut(url: str) -> tuple[str, str, str]:
-    """Split a URL into a chain's protocols with their ://, the part before a host's last @, and the rest."""
+    """Split a URL into its protocols with their ://, the user before a host's last @, and the location."""
     protocols, separator, rest = url.partition("://")
     if not separator:
         return "", "", url
@@ -61,11 +64,11 @@ def _cut(url: str) -> tuple[str, str, str]:
 
 
 def _secrets(url: str) -> Iterator[str]:
-    """Yield what `shown` leaves out of `url`, whole and in parts."""
+    """Yield the texts that `shown` leaves out of `url`, whole and split at separators."""
     protocols, user, location = _cut(url)
     after = _AFTER.search(location) if protocols else None
-    for piece in (user, after[0][1:] if after else ""):
-        yield from (piece, *_PARTS.split(piece))
+    for text in (user, after[0][1:] if after else ""):
+        yield from (text, *_SEPARATORS.split(text))
 
 
 def _values(options: Mapping[str, Any]) -> Iterator[str]:
@@ -76,7 +79,7 @@ def _values(options: Mapping[str, Any]) -> Iterator[str]:
             yield str(value)
 
 
-def _forms(secret: str) -> set[str]:
-    """Return the forms in which a library may write a secret."""
+def _spellings(secret: str) -> set[str]:
+    """Return all spellings in which a library may write a secret: quoted, unquoted, with escapes."""
     plain = unquote(secret)
     return {secret, plain, quote(plain), quote(plain, safe=""), repr(secret)[1:-1], repr(plain)[1:-1]}

@@ -60,7 +60,7 @@ def shares(layout: KVLayout, rank: int, ranks: int, receivers: int) -> tuple[Ran
 def fits(layout: KVLayout, ranks: int) -> bool:
     """Return whether each of `ranks` ranks has whole records: none has only some of a record's heads."""
     return all(
-        array.parts % ranks == 0 or (array.kv_heads == 1 and ranks % array.heads == 0)
+        array.head_shards % ranks == 0 or (array.kv_heads == 1 and ranks % array.heads == 0)
         for array in layout.arrays
     )
 

@@ -281,6 +281,6 @@ def identify(layout: KVLayout, namespace: Namespace, secret: bytes) -> Identity:
         slot_bytes=largest_record_bytes(layout, namespace),
         secret=secret,
         ranks=namespace.world,
-        record_ranks=max(group.parts for group in layout.groups) if divided(namespace, layout) else 0,
+        record_ranks=max(group.head_shards for group in layout.groups) if divided(namespace, layout) else 0,
         draft=namespace.draft[:MAX_LABEL],
     )

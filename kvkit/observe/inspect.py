@@ -219,9 +219,9 @@ def _add(listing: ArrayListing, name: str, size: int, store: _Stored) -> bool:
         listing.chunk_tokens = header.chunk_tokens
         if damage is not None:
             wrong = damage
-        elif name != record_name(listing.array, header.key, header.place, header.layer_place):
+        elif name != record_name(listing.array, header.key, header.head_shard, header.layer_shard):
             wrong = Damage.KEY
-        elif exact_name(listing.array, header.form[0]) != array_name(header.namespace, header.group):
+        elif exact_name(listing.array, header.precision) != array_name(header.namespace, header.group):
             wrong = Damage.NAMESPACE
     listing.bytes += size
     if wrong:

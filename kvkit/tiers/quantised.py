@@ -85,7 +85,7 @@ def dequantise(record: Buffer, precision: Precision, out: Buffer) -> Damage | in
     except LayoutError:
         return Damage.FORMAT
     shape_matches = quantised_shape(shape, header.k_size, group.dtype) == header.shape
-    if header.form[0] != precision or header.codec != "none" or not shape_matches:
+    if header.precision != precision or header.codec != "none" or not shape_matches:
         return Damage.FORMAT
     layer_bytes = group.block_bytes
     if total_bytes(header.header_bytes + shape[0] * layer_bytes, shape[0]) > len(target):

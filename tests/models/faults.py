@@ -30,7 +30,7 @@ class StoredRecord:
     @property
     def array(self) -> tuple[bytes, int, int, int]:
         """Of which array it is, and which part of its heads and layers."""
-        return self.header.namespace, self.header.group, self.header.place, self.header.layer_place
+        return self.header.namespace, self.header.group, self.header.head_shard, self.header.layer_shard
 
     def layer(self, number: int) -> slice:
         start = self.header.header_bytes + number * self.header.layer_bytes
