@@ -12,7 +12,7 @@ import torch
 
 from kvkit.format.rope import Rope
 from kvkit.kernels.attention.api import blend_attention, query_scores, rope_scatter
-from kvkit.kernels.attention.layer import RowTurns, Scoring
+from kvkit.kernels.attention.layer import RowRotations, Scoring
 from kvkit.kernels.attention.rows import Rows
 from timing import interleaved, ratio
 
@@ -120,7 +120,7 @@ def test_around_the_attention(benchmark: Any) -> None:
     job = Job(CASES["smollm2"], 4096 if benchmark.enabled else 256)
     count, heads, size = job.q.shape
     rope = Rope(tuple((10000.0 ** -(np.arange(size // 2) / (size // 2))).tolist()))
-    turns = RowTurns(rope, torch.from_numpy(rope.table(job.rows.positions)))
+    turns = RowRotations(rope, torch.from_numpy(rope.table(job.rows.positions)))
     fused = torch.randn(count, heads + 2 * job.k.shape[1], size)
     q, k, v = fused.split([heads, job.k.shape[1], job.k.shape[1]], 1)
     positions, tokens = job.rows.positions[-QUESTION:], job.mask.shape[1]

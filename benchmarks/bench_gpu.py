@@ -15,10 +15,10 @@ from benchmarks.gpu.peers import MASKED, OURS, BlendShape, contenders
 from kvkit.format.layout import LayerGroup
 from kvkit.format.rope import Rope, Rotation
 from kvkit.kernels.attention.api import query_scores, rope_scatter
-from kvkit.kernels.attention.layer import RowTurns, Scoring
+from kvkit.kernels.attention.layer import RowRotations, Scoring
 from kvkit.kernels.attention.rows import Rows
 from kvkit.kernels.pages.api import Pages, pack, unpack
-from kvkit.kernels.pages.checks import Turns
+from kvkit.kernels.pages.checks import ResolvedRotation
 from kvkit.staging import Staging
 from timing import interleaved, ratio
 
@@ -89,7 +89,7 @@ def test_device_pages(benchmark: Any, way: str, order: str) -> None:
     records = [torch.zeros(size, dtype=torch.uint8, device="cuda") for _ in range(CHUNKS)]
     if how.pop("rotated"):
         rotation = Rotation(ROPE, np.arange(CHUNKS) * 1000)
-        how["turns"] = Turns(ROPE, *rotation.resolve(CHUNKS, CHUNK_TOKENS))
+        how["rotation"] = ResolvedRotation(ROPE, *rotation.resolve(CHUNKS, CHUNK_TOKENS))
     addresses = np.array([record.data_ptr() for record in records])
     made = kernels.move(pages, addresses, blocks, **how)
     benchmark.pedantic(made.run, rounds=1)
@@ -167,7 +167,7 @@ def test_rope_scatter_and_scores(benchmark: Any) -> None:
     question = Rows.of(
         np.arange(count - 64, count), np.array([0, 64]), length, blocks, shape.block_tokens, "cuda"
     )
-    turns = RowTurns(rope, torch.from_numpy(rope.table(rows.positions)).cuda())
+    turns = RowRotations(rope, torch.from_numpy(rope.table(rows.positions)).cuda())
     fused = torch.randn(count, heads + 2 * shape.heads, size, **bf16)
     q, k, v = fused.split([heads, shape.heads, shape.heads], 1)
     pages = blocks.size, shape.heads, shape.block_tokens, size

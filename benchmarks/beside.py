@@ -17,13 +17,14 @@ from typing import Any
 
 import torch
 
-from kvkit.kernels.pages.device import WAYS, way_entry
-from kvkit.kernels.pages.way_problems import WAY_SPECS, WaySpec, way_problem
+from kvkit.kernels.pages.device import PROGRAM_CHOICES, programs_config
+from kvkit.kernels.pages.moves import MoveSpec
+from kvkit.kernels.pages.problems import TRANSFERS, transfer_problem
 from kvkit.kernels.tuning.configs import Runnable
 
 WINDOW_S = 0.1
 """Of products, beside which moves run."""
-GRIDS = (*WAYS, 64, 1 << 20)
+GRIDS = (*PROGRAM_CHOICES, 64, 1 << 20)
 """The last has a program for every tile."""
 
 
@@ -40,14 +41,14 @@ def grids(device: torch.device, seconds: float) -> Iterator[dict[str, Any]]:
     def multiply() -> None:
         torch.mm(a, a, out=product)
 
-    largest = max(spec.records * spec.record_bytes for spec in WAY_SPECS)
-    for spec in (spec for spec in WAY_SPECS if spec.records * spec.record_bytes == largest):
+    largest = max(spec.chunks * spec.record_bytes for spec in TRANSFERS)
+    for spec in (spec for spec in TRANSFERS if spec.chunks * spec.record_bytes == largest):
         spec = _sized(spec, device)
-        case = way_problem(spec).make(device, True)
+        case = transfer_problem(spec).make(device, True)
         for way in GRIDS:
             if time.monotonic() >= ends:
                 return
-            yield _named(spec, way) | _beside(device, multiply, case.launches(way_entry(way)), spec)
+            yield _named(spec, way) | _beside(device, multiply, case.launches(programs_config(way)), spec)
 
 
 def pieces(device: torch.device, seconds: float) -> Iterator[dict[str, Any]]:
@@ -56,43 +57,43 @@ def pieces(device: torch.device, seconds: float) -> Iterator[dict[str, Any]]:
     Yields for each its rate in GB/s, and the ratio of its time to that of the copy engine.
     """
     ends = time.monotonic() + seconds
-    for spec in WAY_SPECS:
+    for spec in TRANSFERS:
         if time.monotonic() >= ends:
             return
         spec = _sized(spec, device)
-        case = way_problem(spec).make(device, True)
-        launches = {way: case.launches(way_entry(way)) for way in WAYS}
-        times: dict[int, list[float]] = {way: [] for way in WAYS}
+        case = transfer_problem(spec).make(device, True)
+        launches = {way: case.launches(programs_config(way)) for way in PROGRAM_CHOICES}
+        times: dict[int, list[float]] = {way: [] for way in PROGRAM_CHOICES}
         for turn in range(11 if device.type == "cuda" else 2):
             for way, each in launches.items():
                 took = _span(device, lambda each=each: _run(each))
                 if turn:  # the first compiles
                     times[way].append(took)
-        engine = median(times[WAYS[0]])
+        engine = median(times[PROGRAM_CHOICES[0]])
         for way, found in times.items():
-            rate = spec.records * spec.record_bytes / median(found) / 1e9
+            rate = spec.chunks * spec.record_bytes / median(found) / 1e9
             yield _named(spec, way) | {"GB/s": rate, "of_engine_time": median(found) / engine}
 
 
-def _named(spec: WaySpec, programs: int) -> dict[str, Any]:
+def _named(spec: MoveSpec, programs: int) -> dict[str, Any]:
     every = "a program for each tile" if programs > 1 << 10 else f"{programs} programs"
     return {
         "move": "pages to host" if spec.to_records else "host to pages",
-        "records": spec.records,
+        "records": spec.chunks,
         "record_bytes": spec.record_bytes,
         "way": every if programs else "copy engine",
     }
 
 
-def _sized(spec: WaySpec, device: torch.device) -> WaySpec:
+def _sized(spec: MoveSpec, device: torch.device) -> MoveSpec:
     """Itself; for a CPU, which interprets, one of few tokens and layers."""
     if device.type == "cuda":
         return spec
-    return replace(spec, group=replace(spec.group, layers=(0,), kv_heads=1), records=2, tokens=16)
+    return replace(spec, group=replace(spec.group, layers=(0,), kv_heads=1), chunks=2, tokens=16)
 
 
 def _beside(
-    device: torch.device, multiply: Callable[[], None], move: Sequence[Runnable], spec: WaySpec
+    device: torch.device, multiply: Callable[[], None], move: Sequence[Runnable], spec: MoveSpec
 ) -> dict[str, float]:
     """Moves on a stream of their own that last longer than the products which are timed."""
     _run(move)
@@ -113,7 +114,7 @@ def _beside(
     spans = [(_seconds(began, first), _seconds(began, last)) for first, _, last in marks]
     within = [last - first for first, last in spans if first >= 0 and last <= whole]
     beside_s = median(within or [last - first for first, last in spans])
-    size = spec.records * spec.record_bytes
+    size = spec.chunks * spec.record_bytes
     return {
         "GB/s alone": size / move_s / 1e9,
         "GB/s": size / beside_s / 1e9,

@@ -27,7 +27,7 @@ from kvkit.blend.drift import missed_context
 from kvkit.blend.methods.method import offsets
 from kvkit.blend.plan import Selection
 from kvkit.kernels.attention.api import blend_attention, query_scores, rope_scatter
-from kvkit.kernels.attention.layer import RowTurns
+from kvkit.kernels.attention.layer import RowRotations
 from kvkit.kernels.attention.rows import Rows
 from kvkit.lab.files import commit, write_figures
 from kvkit.lab.quality.judge import Judge, load_judge
@@ -60,7 +60,7 @@ def paid(judge: Judge, sample: Sample) -> tuple[NDArray[np.float64], NDArray[np.
     for layer, ((k, v), (alone, _)) in enumerate(zip(paged(full).layers, paged(found).layers, strict=True)):
         form = decoder.attention(layer)
         angles = torch.from_numpy(form.rope.table(plan.question.astype(np.int64))).to(decoder.device)
-        q = rope_scatter(*decoder.qkv(layer, h), RowTurns(form.rope, angles), rows.slots, k, v)
+        q = rope_scatter(*decoder.qkv(layer, h), RowRotations(form.rope, angles), rows.slots, k, v)
         o, lse = blend_attention(q, k, v, rows, form.scoring)
         sums += torch.stack(
             [query_scores(q, keys, None, rows, form.scoring, lse).mean(0) for keys in (k, alone)]

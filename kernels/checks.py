@@ -15,7 +15,7 @@ class LaunchError(ValueError):
     """Arguments that a kernel cannot run on; nothing was written. Names the argument and its value."""
 
 
-class Form(NamedTuple):
+class ArraySpec(NamedTuple):
     """Properties of a tensor or a JAX array that checks compare.
 
     Args:
@@ -31,18 +31,18 @@ class Form(NamedTuple):
     device: str = ""
 
     @staticmethod
-    def of(x: Any) -> Form:
+    def of(x: Any) -> ArraySpec:
         """Return the form of a tensor, or of any other object with a shape and a dtype."""
         dtype = str(x.dtype).removeprefix("torch.")
         if not callable(getattr(x, "stride", None)):
-            return Form(tuple(x.shape), dtype)
-        return Form(tuple(x.shape), dtype, tuple(x.stride()), str(x.device))
+            return ArraySpec(tuple(x.shape), dtype)
+        return ArraySpec(tuple(x.shape), dtype, tuple(x.stride()), str(x.device))
 
     def __str__(self) -> str:
         return f"{self.shape} {self.dtype}" + (f" on {self.device}" if self.device else "")
 
 
-def check_form(name: str, x: Form, want: Form) -> None:
+def check_array(name: str, x: ArraySpec, want: ArraySpec) -> None:
     """Refuse an array that is not contiguous, or differs from `want` in shape, dtype or device."""
     if x._replace(strides=None) != want._replace(strides=None):
         raise LaunchError(f"{name}: {x}, want {want}")
@@ -62,7 +62,7 @@ def check_ids(name: str, ids: Any, shape: tuple[int, ...]) -> None:
         raise LaunchError(f"{name}: {ids.shape}, want {shape}")
 
 
-def check_overlap(name: str, x: Form) -> None:
+def check_overlap(name: str, x: ArraySpec) -> None:
     """Refuse strides with which elements share memory or axes interleave."""
     extent = 1
     for stride, size in sorted((s, n) for s, n in zip(x.strides or (), x.shape, strict=False) if n > 1):

@@ -17,7 +17,7 @@ from jax_plain import H100, TRITON_CALL, nvidia, problem
 from kvkit.format.layout import LayerGroup, Precision
 from kvkit.format.rope import Rope
 from kvkit.kernels.attention import jax as attention
-from kvkit.kernels.attention.layer import RowTurns, Scoring
+from kvkit.kernels.attention.layer import RowRotations, Scoring
 from kvkit.kernels.attention.requests import Requests
 from kvkit.kernels.checks import LaunchError
 from kvkit.kernels.pages import jax as pages
@@ -53,7 +53,7 @@ def moved(group: LayerGroup, pinned: bool, *arrays: Any) -> Any:
     """Chunks to other slots of other pages, rotated, by way of records."""
     from_pages, to_pages, slots, others, turns = arrays
     records = pages.pack(group, from_pages, slots=slots, pinned=pinned)
-    rotated = {"rope": ROPE, "turns": turns}
+    rotated = {"rope": ROPE, "cos_sin": turns}
     return records, pages.unpack(group, to_pages, records, slots=others, **rotated)
 
 
@@ -62,7 +62,7 @@ def moving(dtype: str) -> tuple[LayerGroup, tuple[Any, ...]]:
     group = LayerGroup((0, 1), 6, 5, 3, dtype, 4)
     pools = jnp.asarray(random.standard_normal((4, 7, 6, 4, 8)), dtype)
     slots, others = (jnp.asarray(random.permutation(28)[:14].reshape(2, 7)) for _ in range(2))
-    arrays = [*pools[:2]], [*pools[2:]], slots.at[0, 3].set(-1), others, ROPE.turns(np.array([3, -8]))
+    arrays = [*pools[:2]], [*pools[2:]], slots.at[0, 3].set(-1), others, ROPE.delta_table(np.array([3, -8]))
     return group, arrays
 
 
@@ -132,7 +132,7 @@ def test_rope_scatter() -> None:
     random = np.random.default_rng(5)
     k, v = (jnp.asarray(random.standard_normal((13, 6, size)), "float32") for size in (8, 5))
     k_pages, v_pages = jnp.nan_to_num(k_pages), jnp.nan_to_num(v_pages)
-    turns = RowTurns(ROPE, jnp.asarray(ROPE.table(np.arange(13))))
+    turns = RowRotations(ROPE, jnp.asarray(ROPE.table(np.arange(13))))
     slots = jnp.asarray(random.permutation(48)[:13]).at[2].set(-1)
 
     def scatter(deviation: bool, *arrays: Any) -> Any:

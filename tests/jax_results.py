@@ -23,7 +23,7 @@ from kvkit.format.layout import LayerGroup, Precision
 from kvkit.format.rope import Rope
 from kvkit.kernels.attention import jax as attention
 from kvkit.kernels.attention import pallas
-from kvkit.kernels.attention.layer import RowTurns, Scoring
+from kvkit.kernels.attention.layer import RowRotations, Scoring
 from kvkit.kernels.pages import jax as pages
 
 SMALL = LayerGroup((0, 1), kv_heads=2, k_size=8, v_size=6, dtype="float32", block_tokens=4)
@@ -43,8 +43,8 @@ def moves() -> Iterator[tuple[str, jax.Array]]:
         unpack = jax.jit(partial(pages.unpack, group, slots=SLOTS))
         yield f"unpack {dtype} {precision}", jnp.stack(unpack(layers, packed))
         for rope in ROPES:
-            turns = rope.turns(np.arange(14) * 997 - 3).reshape(2, 7, -1)
-            turned = pages.unpack(group, layers, packed, slots=SLOTS, rope=rope, turns=turns)
+            turns = rope.delta_table(np.arange(14) * 997 - 3).reshape(2, 7, -1)
+            turned = pages.unpack(group, layers, packed, slots=SLOTS, rope=rope, cos_sin=turns)
             yield f"rotated {dtype} {precision} {rope.interleaved}", jnp.stack(turned)
     blocks = np.array([[5, 0, -1], [1, -2, 3]])
     yield "pack blocks", pages.pack(SMALL, [jnp.arange(672.0).reshape(6, 2, 4, 14)] * 2, blocks=blocks)
@@ -70,7 +70,7 @@ def attentions() -> Iterator[tuple[str, jax.Array]]:
     q, k, v, _ = jax.tree.map(jnp.nan_to_num, problem(9, requests=1, heads=2))
     rows, slots = q[:, :2], np.array([3, 0, -1, 11, 6, 21, 17, 9, 1, 8, 2, 10, -5])
     for rope in ROPES:
-        turns = RowTurns(rope, jnp.asarray(rope.table(np.arange(13) * 31 + 1)))
+        turns = RowRotations(rope, jnp.asarray(rope.table(np.arange(13) * 31 + 1)))
         made = attention.rope_scatter(q, rows, rows[..., :5], turns, slots, k, v, deviation=True)
         for name, x in made._asdict().items():
             yield f"scatter {name} {rope.interleaved}", x

@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from kvkit.format.rope import Rope
 from kvkit.kernels.attention import reference, torch_cpu
 from kvkit.kernels.attention.api import blend_attention, query_scores, rope_scatter, token_deviation
-from kvkit.kernels.attention.layer import RowTurns, Scoring
+from kvkit.kernels.attention.layer import RowRotations, Scoring
 from kvkit.kernels.attention.rows import Rows, RowsError
 from kvkit.kernels.checks import LaunchError
 
@@ -261,7 +261,7 @@ def test_scatter(rope: Rope, dtype: torch.dtype, skipped: bool, with_deviation: 
         v.unflatten(1, (heads, v_size)),
     )
     slots = torch.tensor([3, 19, -1, 0, 7, -9, 12] if skipped else [3, 19, 2, 0, 7, 8, 12])
-    turns = RowTurns(rope, torch.from_numpy(rope.table(np.array([0, 1, 5, 100, 101, 4000, 131071]))))
+    turns = RowRotations(rope, torch.from_numpy(rope.table(np.array([0, 1, 5, 100, 101, 4000, 131071]))))
     wanted_k, wanted_v = k_pages.clone(), v_pages.clone()
     wanted_deviation, deviation = torch.full((m,), math.nan), torch.full((m,), math.nan)
     wanted_q = reference.rope_scatter(
@@ -448,7 +448,7 @@ def test_scatter_that_cannot_be() -> None:
         "q": torch.zeros(2, 4, 8),
         "k": torch.zeros(2, 2, 8),
         "v": torch.zeros(2, 2, 6),
-        "turns": RowTurns(rope, torch.zeros(2, 4)),
+        "rotations": RowRotations(rope, torch.zeros(2, 4)),
         "slots": torch.tensor([0, 11]),
         "k_pages": torch.full((3, 2, 4, 8), 7.0),
         "v_pages": torch.full((3, 2, 4, 6), 7.0),
@@ -458,13 +458,13 @@ def test_scatter_that_cannot_be() -> None:
         ({"v": torch.zeros(2, 2, 8)}, "v: .*want"),
         ({"v": torch.zeros(1, 2, 6)}, "v: .*want"),
         ({"k": torch.zeros(2, 2, 8).half()}, "k: .*want float32"),
-        ({"turns": RowTurns(rope, torch.zeros(2, 6))}, r"cos_sin: .*want \(2, 4\)"),
-        ({"turns": RowTurns(rope, torch.zeros(2, 4).double())}, "cos_sin: .*float32"),
-        ({"turns": RowTurns(rope, torch.zeros(4, 2).T)}, "cos_sin: strides"),
+        ({"rotations": RowRotations(rope, torch.zeros(2, 6))}, r"cos_sin: .*want \(2, 4\)"),
+        ({"rotations": RowRotations(rope, torch.zeros(2, 4).double())}, "cos_sin: .*float32"),
+        ({"rotations": RowRotations(rope, torch.zeros(4, 2).T)}, "cos_sin: strides"),
         ({"slots": torch.tensor([0, 12])}, "slots: 12 is out of range, the pages have 12"),
         ({"slots": torch.tensor([0, 1], dtype=torch.int32)}, "slots: .*int64"),
         (
-            {"turns": RowTurns(Rope((1.0, 0.1), first=5), torch.zeros(2, 4))},
+            {"rotations": RowRotations(Rope((1.0, 0.1), first=5), torch.zeros(2, 4))},
             "rope: channels 5 to 9, but a head of K has 8",
         ),
         ({"deviation": torch.zeros(3)}, "deviation: "),

@@ -41,7 +41,7 @@ from kvkit.format.rope import Rope
 from kvkit.kernels.attention import jax as attention
 from kvkit.kernels.attention import pallas
 from kvkit.kernels.attention import reference as meaning
-from kvkit.kernels.attention.layer import RowTurns, Scoring
+from kvkit.kernels.attention.layer import RowRotations, Scoring
 from kvkit.kernels.attention.requests import Requests
 from kvkit.kernels.attention.rows import Rows
 from kvkit.kernels.checks import LaunchError
@@ -262,11 +262,11 @@ def test_rope_scatter(name: str, dtype: str, compiled: bool) -> None:
     cos_sin = rope.table(np.arange(m) * 31 + 1)
     scatter = maybe_jit(lambda *x: attention.rope_scatter(*x, True), compiled)
     made = scatter(
-        *map(to_jax, (q, k, v)), RowTurns(rope, cos_sin), int32(slots), to_jax(k_pages), to_jax(v_pages)
+        *map(to_jax, (q, k, v)), RowRotations(rope, cos_sin), int32(slots), to_jax(k_pages), to_jax(v_pages)
     )
     deviation = torch.full((m,), torch.nan)
     k_wanted, v_wanted = k_pages.clone(), v_pages.clone()
-    turns = RowTurns(rope, torch.from_numpy(cos_sin))
+    turns = RowRotations(rope, torch.from_numpy(cos_sin))
     turned = meaning.rope_scatter(q, k, v, turns, slots, k_wanted, v_wanted, deviation)
     close(made.q, turned, q, rope)
     np.testing.assert_array_equal(bits(made.v_pages), bits(v_wanted))
@@ -285,7 +285,7 @@ def test_rope_scatter_without_deviation() -> None:
     pages = jnp.zeros((1, 1, 4, 8))
     row = jnp.ones((2, 1, 8))
     rope = ROPES["half"]
-    turns = RowTurns(rope, rope.table(np.arange(2)))
+    turns = RowRotations(rope, rope.table(np.arange(2)))
     made = attention.rope_scatter(row, row, row, turns, np.array([0, 2]), pages, pages)
     assert made.deviation is None
     np.testing.assert_array_equal(made.k_pages[0, 0, 0], row[0, 0])
@@ -323,7 +323,12 @@ def all_calls(seed: int) -> None:
     packed = kernels.pack(SMALL, pages, slots=slots)
     delta = random.integers(-9, 9, (2, 5))
     kernels.unpack(
-        SMALL, pages, packed, slots=slots, rope=rope, turns=rope.turns(delta.ravel()).reshape(2, 5, -1)
+        SMALL,
+        pages,
+        packed,
+        slots=slots,
+        rope=rope,
+        cos_sin=rope.delta_table(delta.ravel()).reshape(2, 5, -1),
     )
     k, v, tables = paged(2, 2, 4, (8, 6), "float32", 3, seed)
     lengths, starts, positions = random_rows(random, 2, 7, 12)
@@ -335,7 +340,7 @@ def all_calls(seed: int) -> None:
     new, old = (to_jax(x) for x in torch.randn(2, 7, 2, 8))
     attention.token_deviation(new, old)
     to = random.permutation(20)[:7]
-    turns = RowTurns(rope, rope.table(positions.numpy()))
+    turns = RowRotations(rope, rope.table(positions.numpy()))
     attention.rope_scatter(q, new, new, turns, to, to_jax(k), to_jax(k), True)
 
 
@@ -404,11 +409,11 @@ def test_lowers_for(platform: str) -> None:
     slots, turns = spec((2, 8), "int32"), spec((2, 8, 64), "float32")
     specs = attention_specs(96, 8, 2, 64, 16, "bfloat16")
     q, k, v, requests = specs
-    row, given = spec((96, 2, 64), "bfloat16"), RowTurns(rope, spec((96, 64), "float32"))
+    row, given = spec((96, 2, 64), "bfloat16"), RowRotations(rope, spec((96, 64), "float32"))
 
     def move(p: kernels.JaxPages, s: jax.Array, t: jax.Array) -> kernels.JaxPages:
         packed = kernels.pack(coded, p, slots=s)
-        return kernels.unpack(coded, p, packed, slots=s, rope=rope, turns=t)
+        return kernels.unpack(coded, p, packed, slots=s, rope=rope, cos_sin=t)
 
     for function, arguments, attends in (
         (move, (pages, slots, turns), False),
@@ -512,13 +517,13 @@ def test_query_scores_refuses(change: dict[str, Any], message: str) -> None:
         ({"k": Q[:, :2].astype(jnp.float16)}, r"k: .* float16, want float32"),
         ({"v_pages": K.astype(jnp.float16)}, r"v_pages: .* float16"),
         (
-            {"turns": RowTurns(ROPES["half"], jnp.zeros((5, 6)))},
+            {"rotations": RowRotations(ROPES["half"], jnp.zeros((5, 6)))},
             r"cos_sin: \(5, 6\) float32, want \(5, 8\)",
         ),
         ({"slots": np.full(5, 12)}, r"slots: 12 is out of range"),
         ({"slots": np.zeros(4, int)}, r"slots: \(4,\), want \(5,\)"),
         (
-            {"turns": RowTurns(Rope((1.0,) * 5), jnp.zeros((5, 10)))},
+            {"rotations": RowRotations(Rope((1.0,) * 5), jnp.zeros((5, 10)))},
             r"rope: channels 0 to 10, but a head of K has 8",
         ),
     ],
@@ -528,7 +533,7 @@ def test_rope_scatter_refuses(change: dict[str, Any], message: str) -> None:
         "q": Q,
         "k": Q[:, :2],
         "v": Q[:, :2],
-        "turns": RowTurns(ROPES["half"], jnp.zeros((5, 8))),
+        "rotations": RowRotations(ROPES["half"], jnp.zeros((5, 8))),
         "slots": np.arange(5),
         "k_pages": K,
         "v_pages": K,

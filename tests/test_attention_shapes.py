@@ -12,7 +12,7 @@ from test_attention_triton import DEVICE, check, check_surroundings, poisoned, r
 
 from kvkit.kernels.attention import reference, triton
 from kvkit.kernels.attention.api import blend_attention, query_scores, rope_scatter, token_deviation
-from kvkit.kernels.attention.layer import RowTurns
+from kvkit.kernels.attention.layer import RowRotations
 from kvkit.kernels.attention.triton_kernels import main_channels, rest_channels
 from kvkit.kernels.checks import LaunchError
 
@@ -160,7 +160,7 @@ def test_gradients_are_refused() -> None:
     problem = replace(ROWS, rows=ROWS.rows[:1])
     q, k, v = problem.tensors()
     rows = problem.plan()
-    turns = RowTurns(ROPES["half"], torch.zeros(rows.count, ROPES["half"].channels))
+    turns = RowRotations(ROPES["half"], torch.zeros(rows.count, ROPES["half"].channels))
     fresh = torch.zeros(rows.count, 2, 16)
     q.requires_grad_()
     calls = {

@@ -17,7 +17,7 @@ from test_attention import DTYPES, ROPES, TOLERANCES, Problem, oracle
 
 from kvkit.format.rope import Rope
 from kvkit.kernels.attention import reference, triton
-from kvkit.kernels.attention.layer import RowTurns
+from kvkit.kernels.attention.layer import RowRotations
 from kvkit.kernels.tuning.configs import KernelConfig, Launch
 from kvkit.kernels.tuning.gpus import GPUS
 
@@ -250,7 +250,7 @@ def test_scatter(rope: Rope, dtype: torch.dtype, with_deviation: bool) -> None:
     k, v = k.view(m, heads, size), v.view(m, heads, v_size)
     slots = torch.tensor([3, 19, -1, 0, 7, 20, 12], device=DEVICE)
     cos_sin = torch.from_numpy(rope.table(np.array([0, 1, 5, 100, 101, 4000, 131071])))
-    turns = RowTurns(rope, cos_sin.to(DEVICE))
+    turns = RowRotations(rope, cos_sin.to(DEVICE))
     legal = torch.where(slots < 20, slots, -1)
     wanted_k, wanted_v, wanted_deviation = k_pages.clone(), v_pages.clone(), poisoned(m)
     wanted_q = reference.rope_scatter(q, k, v, turns, legal, wanted_k, wanted_v, wanted_deviation)
@@ -298,7 +298,7 @@ def launches(dtype: torch.dtype = torch.bfloat16, size: int = 128, count: int = 
     )
     q, k, v = problem.tensors()
     rows, lse = problem.plan(), torch.empty(q.shape[:2])
-    turns = RowTurns(Rope((1.0,) * (size // 2)), torch.empty(count, size))
+    turns = RowRotations(Rope((1.0,) * (size // 2)), torch.empty(count, size))
     fresh = torch.empty(count, 2, size, dtype=dtype)
     return [
         *triton.attention(q, k, v, rows, problem.scoring, torch.empty_like(q), lse),

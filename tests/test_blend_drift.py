@@ -31,7 +31,7 @@ def blended(
     decoder, tokens, plan = HuggingFaceDecoder(model), prompt(), plan_blend(N, 0, SPANS)
     kv, _ = computed(model, tokens)
     reused = np.flatnonzero(plan.reused)
-    turns, share = torch.from_numpy(decoder.rope.turns(reused)), torch.tensor(lost())[:, None]
+    turns, share = torch.from_numpy(decoder.rope.delta_table(reused)), torch.tensor(lost())[:, None]
     torch.manual_seed(1)
     for layer in kv.layers:
         lack_k, lack_v = (share * torch.randn_like(room[0, :, :1]) for room in (layer.room_k, layer.room_v))

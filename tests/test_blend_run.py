@@ -88,7 +88,7 @@ def as_found(model: Any, tokens: npt.NDArray[np.int32], spans: list[Span], rope:
         layer.room_v.fill_(torch.nan)
     for span in spans:
         alone, _ = computed(model, tokens[span.start : span.stop])
-        turns = torch.from_numpy(rope.turns(np.array([span.delta])))
+        turns = torch.from_numpy(rope.delta_table(np.array([span.delta])))
         for target, source in zip(kv.layers, alone.layers, strict=True):
             k = reference.rotate(source.room_k, turns, rope)
             target.room_k[:, :, span.start : span.stop] = k

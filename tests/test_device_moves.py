@@ -18,7 +18,7 @@ from test_pages_numba import Conversion, Job, check, check_conversion, conversio
 from kvkit.format.rope import Rotation
 from kvkit.kernels.checks import LaunchError
 from kvkit.kernels.pages import device, streams
-from kvkit.kernels.pages.checks import Turns
+from kvkit.kernels.pages.checks import ResolvedRotation
 from kvkit.kernels.pages.device import COPY_ENGINE, KERNEL, Copies, DeviceMove, Pages, turns_of
 from kvkit.kernels.tuning.configs import Launch
 
@@ -44,7 +44,9 @@ def through_a_buffer(budget: int, reached: int) -> Any:
         to_records: bool,
         rotation: Rotation | None = None,
     ) -> None:
-        turns = None if rotation is None else Turns(rotation.rope, *rotation.resolve(*job.slots.shape))
+        turns = (
+            None if rotation is None else ResolvedRotation(rotation.rope, *rotation.resolve(*job.slots.shape))
+        )
         wanted = DeviceMove(pages, job.ids, job.granular == "slots", to_records, turns)
         given = [device._tensor(record) for record in records]
         addresses = [
@@ -225,7 +227,7 @@ def test_moves_of_arrays_are_queued_on_the_own_stream(
         yield SimpleNamespace(run=lambda: cuda.calls.append(("the move",)))
 
     monkeypatch.setattr(device, "steps", steps)
-    monkeypatch.setattr(device, "best_way", lambda size, count, to_records: way)
+    monkeypatch.setattr(device, "best_programs", lambda size, count, to_records: way)
     monkeypatch.setattr(streams, "device_address", {pinned: pinned + 1}.get)
     device.move(on_gpu(), records, [cuda.event("a")])
     assert cuda.calls == [("enter", "device", GPU), *ordered(["a"]), ("leave", "device", GPU)]

@@ -19,13 +19,13 @@ from kvkit.adapters.huggingface.probe import probe_layout
 from kvkit.format.layout import ORDERS, LayerGroup
 from kvkit.format.rope import Rope, Rotation
 from kvkit.kernels.attention import api as attention
-from kvkit.kernels.attention.layer import RowTurns
+from kvkit.kernels.attention.layer import RowRotations
 from kvkit.kernels.checks import LaunchError
 from kvkit.kernels.pages import device as device_moves
 from kvkit.kernels.pages import streams
 from kvkit.kernels.pages.api import Pages, pack, unpack
-from kvkit.kernels.pages.device import WAYS, way_entry
-from kvkit.kernels.pages.way_problems import WAY_SPECS, way_problem
+from kvkit.kernels.pages.device import PROGRAM_CHOICES, programs_config
+from kvkit.kernels.pages.problems import TRANSFERS, transfer_problem
 from kvkit.staging import Staging
 
 pytestmark = pytest.mark.skipif(
@@ -167,12 +167,12 @@ def moved_and_back(records: list[Any], blocks: Any, **how: Any) -> bool:
 
 
 @pytest.mark.parametrize("to_records", [True, False])
-@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("way", PROGRAM_CHOICES)
 def test_every_way_moves_the_same_bytes(way: int, to_records: bool) -> None:
-    for spec in (spec for spec in WAY_SPECS if spec.to_records == to_records):
-        case = way_problem(replace(spec, records=min(spec.records, 4))).make(torch.device("cuda", 0), True)
+    for spec in (spec for spec in TRANSFERS if spec.to_records == to_records):
+        case = transfer_problem(replace(spec, chunks=min(spec.chunks, 4))).make(torch.device("cuda", 0), True)
         case.poison()
-        case.run(way_entry(way))
+        case.run(programs_config(way))
         torch.cuda.synchronize()
         assert case.fault() == "", spec
 
@@ -314,7 +314,7 @@ def test_gpu_scatter(dtype: torch.dtype) -> None:
         q, k, v = fused.to(device).split([32, 8, 8], 1)
         k_pages, v_pages = torch.zeros(2, 10, 8, 16, 128, dtype=dtype, device=device)
         moved = torch.empty(100, device=device)
-        turns = RowTurns(rope, cos_sin.to(device))
+        turns = RowRotations(rope, cos_sin.to(device))
         turned = attention.rope_scatter(q, k, v, turns, slots.to(device), k_pages, v_pages, moved)
         distance = attention.token_deviation(k, v)
         found.append([x.cpu() for x in (turned, k_pages, v_pages, moved, distance)])

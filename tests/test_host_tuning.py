@@ -137,9 +137,7 @@ def shared(threads: int | None) -> int:
 def write(path: Path, threads: int) -> None:
     ids = np.array([[2, 1]])
     slots = (ids[:, :, None] * 4 + np.arange(4)).reshape(1, -1)
-    job = numba.Job.of(
-        Pages.of(SMALL, SMALL.pages(4)), np.zeros(1, np.int64), slots, SMALL.channels * 4, True
-    )
+    job = numba.Job.of(Pages.of(SMALL, SMALL.pages(4)), np.zeros(1, np.int64), slots, True)
     key = TunedKey(numba.bucket(job, None), build_of(numba.move_rows, True))
     write_table(path, host_name(), {key: Tuned(host_config(THREADS=threads, STREAM=1), 1.0, 2.0)})
 

@@ -23,7 +23,7 @@ from kvkit.format.layout import LayerGroup, Precision
 from kvkit.format.rope import Rope
 from kvkit.kernels.attention import jax as attention
 from kvkit.kernels.attention import pallas
-from kvkit.kernels.attention.layer import RowTurns, Scoring
+from kvkit.kernels.attention.layer import RowRotations, Scoring
 from kvkit.kernels.pages import jax as pages
 
 GROUP = LayerGroup((0, 1), 2, 8, 6, "float32", 4)
@@ -37,7 +37,7 @@ def operations() -> Iterator[tuple[str, Callable[[jax.Array], Any], jax.Array]]:
     q, k, v, requests = problem(0, requests=1, heads=2)
     k, v = jnp.nan_to_num(k), jnp.nan_to_num(v)
     scoring, rows = Scoring(0.3), jnp.ones((13, 2, 8))
-    turns = RowTurns(ROPE, jnp.asarray(ROPE.table(np.arange(13))))
+    turns = RowRotations(ROPE, jnp.asarray(ROPE.table(np.arange(13))))
     yield "pack", lambda x: pages.pack(GROUP, [x, x], slots=SLOTS), LAYERS[0]
     records = pages.pack(GROUP, LAYERS, slots=SLOTS)
     yield "unpack", lambda x: pages.unpack(GROUP, LAYERS, x, slots=SLOTS), records

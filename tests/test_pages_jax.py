@@ -186,10 +186,12 @@ def test_unpack_rotates(dtype: str, name: str, by: str, compiled: bool) -> None:
     packed = kernels.pack(group, [to_jax(p) for p in pages], slots=np.arange(20).reshape(2, 10))
     delta = np.array([5, -1000]) if by == "chunk" else np.arange(20).reshape(2, 10) * 997 - 3
     turns, row = Rotation(rope, delta).resolve(2, 10)
-    by_row = rope.turns(delta) if by == "chunk" else turns[row]
+    by_row = rope.delta_table(delta) if by == "chunk" else turns[row]
     poisoned = as_jax(pools(group, 6, False, None))
     slots = jnp.asarray(np.arange(20).reshape(2, 10)[::-1] + 4)
-    unpack = maybe_jit(lambda p, r, s, t: kernels.unpack(group, p, r, slots=s, rope=rope, turns=t), compiled)
+    unpack = maybe_jit(
+        lambda p, r, s, t: kernels.unpack(group, p, r, slots=s, rope=rope, cos_sin=t), compiled
+    )
     filled = unpack(poisoned, packed, slots, by_row)
     records = to_torch(packed)
     for layer, mine in enumerate(filled):
@@ -212,8 +214,8 @@ def test_unpack_rotates_what_was_quantised(to: Precision, dtype: str) -> None:
     slots = np.arange(8)[None]
     packed = kernels.pack(group, [to_jax(p) for p in normal(group, 2, 0)], slots=slots)
     pages = as_jax(pools(group, 2, False, None))
-    turns = rope.turns(np.array([77]))
-    filled = kernels.unpack(group, pages, packed, slots=slots, rope=rope, turns=turns)
+    turns = rope.delta_table(np.array([77]))
+    filled = kernels.unpack(group, pages, packed, slots=slots, rope=rope, cos_sin=turns)
     values = reference.dequantise(to_torch(packed), 8, 6, to)[0]  # [L, H, T, C]
     values[..., :8] = reference.rotate(values[..., :8], torch.from_numpy(turns), rope)
     for layer, mine in enumerate(filled):
@@ -226,7 +228,7 @@ def test_unpack_rotates_what_was_quantised(to: Precision, dtype: str) -> None:
 def test_a_turn_and_back_is_the_identity() -> None:
     x = torch.randn(5, 3, 8)
     for rope in ROPES.values():
-        there, back = (rope.turns(sign * np.arange(5) * 100)[:, None] for sign in (1, -1))
+        there, back = (rope.delta_table(sign * np.arange(5) * 100)[:, None] for sign in (1, -1))
         twice = kernels.rotate(kernels.rotate(to_jax(x), there, rope), back, rope)
         torch.testing.assert_close(to_torch(twice), x, atol=2e-6, rtol=0)
 
@@ -269,17 +271,17 @@ INTS = replace(SMALL, dtype="int8")
         ({"group": INTS}, r"pages\[0\]: .*float32, want .*int8"),
         ({"group": OPAQUE}, r"group: opaque"),
         ({"group": replace(SMALL, precision="fp8")}, r"records: .*want \(1, 2, 2, 8, 22\) uint8"),
-        ({"rope": ROPES["half"]}, r"rope, turns: give both"),
+        ({"rope": ROPES["half"]}, r"rope, cos_sin: give both"),
         (
-            {"rope": ROPES["half"], "turns": jnp.zeros((1, 7, 8))},
-            r"turns: \(1, 7, 8\) float32, want \(1, 8, 8\)",
+            {"rope": ROPES["half"], "cos_sin": jnp.zeros((1, 7, 8))},
+            r"cos_sin: \(1, 7, 8\) float32, want \(1, 8, 8\)",
         ),
         (
-            {"rope": ROPES["half"], "turns": jnp.zeros((1, 6))},
-            r"turns: \(1, 1, 6\) float32, want \(1, 1, 8\)",
+            {"rope": ROPES["half"], "cos_sin": jnp.zeros((1, 6))},
+            r"cos_sin: \(1, 1, 6\) float32, want \(1, 1, 8\)",
         ),
         (
-            {"rope": Rope((1.0,), first=7), "turns": jnp.zeros((1, 2))},
+            {"rope": Rope((1.0,), first=7), "cos_sin": jnp.zeros((1, 2))},
             r"rope: channels 7 to 9, but a head of K has 8",
         ),
     ],

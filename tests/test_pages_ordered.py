@@ -82,7 +82,7 @@ def test_tokens_get_to_their_slots_with_turned_keys_and_nothing_else_changes(
         k, v = (part.clone() for part in tokens_of(old, order))
         new_k, new_v = tokens_of(record, order)
         if rope is not None and delta:
-            turns = torch.from_numpy(rope.turns(np.array([delta])))[:, None]
+            turns = torch.from_numpy(rope.delta_table(np.array([delta])))[:, None]
             new_k = rotate(new_k, turns, rope)
         k[slots[there]], v[slots[there]] = new_k[there], new_v[there]
         found_k, found_v = tokens_of(now, order)

@@ -14,7 +14,7 @@ from kvkit.format.rope import Rope, Rotation
 from kvkit.kernels.checks import LaunchError
 from kvkit.kernels.pages import device, reference
 from kvkit.kernels.pages.api import Pages, pack, unpack
-from kvkit.kernels.pages.checks import Turns
+from kvkit.kernels.pages.checks import ResolvedRotation
 from kvkit.kernels.pages.device import DeviceMove
 
 HEADS, BLOCK, K, V, BLOCKS = 6, 4, 6, 4, 5
@@ -48,7 +48,7 @@ def by_reference(pages: Pages, records: list[np.ndarray], rotation: Rotation | N
 
 
 def by_triton(pages: Pages, records: list[np.ndarray], rotation: Rotation | None) -> None:
-    turns = None if rotation is None else Turns(rotation.rope, *rotation.resolve(*SLOTS.shape))
+    turns = None if rotation is None else ResolvedRotation(rotation.rope, *rotation.resolve(*SLOTS.shape))
     device.move(DeviceMove(pages, TABLE, False, False, turns), records)
 
 

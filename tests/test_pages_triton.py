@@ -31,7 +31,7 @@ from kvkit.format.rope import Rope, Rotation
 from kvkit.kernels.pages import device, triton_kernels
 from kvkit.kernels.pages import triton as kernels
 from kvkit.kernels.pages.api import Pages
-from kvkit.kernels.pages.checks import Turns
+from kvkit.kernels.pages.checks import ResolvedRotation
 from kvkit.kernels.pages.device import DeviceMove
 from kvkit.kernels.tuning.configs import KernelConfig, Launch
 
@@ -46,7 +46,7 @@ def by_triton(
     rotation: Rotation | None = None,
 ) -> None:
     """What `pack` and `unpack` do for pages on a GPU."""
-    turns = None if rotation is None else Turns(rotation.rope, *rotation.resolve(*job.slots.shape))
+    turns = None if rotation is None else ResolvedRotation(rotation.rope, *rotation.resolve(*job.slots.shape))
     wanted = DeviceMove(pages, job.ids, job.granular == "slots", to_records, turns)
     device.move(wanted, records)
 
@@ -103,13 +103,13 @@ def made(
     pages = Pages.of(replace(group, precision=precision), group.pages(2))
     rope = Rope((1.0,) * pairs) if pairs else None
     tokens = 2 * group.block_tokens
-    turns = Turns(rope, *Rotation(rope, np.array([1])).resolve(1, tokens)) if rope else None
+    turns = ResolvedRotation(rope, *Rotation(rope, np.array([1])).resolve(1, tokens)) if rope else None
     return kernels.move(
         pages,
         np.array([4096 + at]),
         np.array([[0, 1]]),
         to_records,
-        turns=turns,
+        rotation=turns,
         config=config,
     )
 
@@ -215,7 +215,7 @@ def test_configurations_give_the_same_bytes() -> None:
     for tensor in pages:
         tensor.copy_(torch.randn(tensor.shape, generator=torch.Generator().manual_seed(1)))
     ids, rope = np.array([[2, 0]]), Rope((1.0,) * 20)
-    turns = Turns(rope, *Rotation(rope, np.array([3])).resolve(1, 8))
+    turns = ResolvedRotation(rope, *Rotation(rope, np.array([3])).resolve(1, 8))
     for group in (exact, replace(exact, precision="fp8")):
         results = []
         for tile, programs in ((16, None), (64, None), (1024, None), (16, 5), (64, 1), (1024, 99)):
@@ -225,7 +225,7 @@ def test_configurations_give_the_same_bytes() -> None:
             address = np.array([record.ctypes.data])
             source, into = Pages.of(group, pages), Pages.of(group, out)
             pack = kernels.move(source, address, ids, True, config=config)
-            unpack = kernels.move(into, address, ids, False, turns=turns, config=config)
+            unpack = kernels.move(into, address, ids, False, rotation=turns, config=config)
             for launch in pack, unpack:
                 few = launch if programs is None else kernels.capped(launch, programs)
                 assert programs is None or few.grid == (min(programs, prod(launch.grid)),)

@@ -62,7 +62,7 @@ def rounded(values: torch.Tensor, group: LayerGroup, rotation: Rotation | None =
     rows = reference.quantise(values, group.k_size, group.precision)
     wide = reference.dequantise(rows, group.k_size, group.v_size, group.precision)
     if rotation is not None:
-        turns = torch.from_numpy(rotation.rope.turns(rotation.delta[:1]))
+        turns = torch.from_numpy(rotation.rope.delta_table(rotation.delta[:1]))
         wide = reference.rotate(wide, turns, rotation.rope)
     return wide.to(values.dtype)
 

@@ -52,7 +52,7 @@ def by_transformers(model: Any, asked: DocumentPrompt, selection: Selection) -> 
         sources.append((computed(alone[:whole]), asked.prefix, start, spans[-1].stop))
     kv = GrowingCache(probe_layout(model), len(ids), torch.device("cpu"))
     for source, first, start, stop in sources:
-        turns = torch.from_numpy(decoder.rope.turns(np.array([start - first])))
+        turns = torch.from_numpy(decoder.rope.delta_table(np.array([start - first])))
         for ours, theirs in zip(kv.layers, source.layers, strict=True):
             there = slice(first, first + stop - start)
             ours.room_k[:, :, start:stop] = reference.rotate(theirs.room_k[:, :, there], turns, decoder.rope)

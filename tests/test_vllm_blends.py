@@ -129,7 +129,7 @@ def test_documents_come_to_their_places_with_turned_keys(rank: Blending) -> None
         document = saved[3:7].transpose(1, 2).flatten(0, 1)
         k, v = document[..., :SIZE], document[..., SIZE:]
         if rope is not None:
-            k = rotate(k, torch.from_numpy(rope.turns(np.array([START])))[:, None], rope)
+            k = rotate(k, torch.from_numpy(rope.delta_table(np.array([START])))[:, None], rope)
         found_k, found_v = rank.tokens(name, range(START, START + len(DOCUMENT)))
         torch.testing.assert_close(found_k, k)
         assert torch.equal(found_v, v)

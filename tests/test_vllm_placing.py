@@ -53,7 +53,9 @@ def test_a_document_is_where_the_prompt_has_it(
         for j in range(PREFIX, CHUNK):
             kept, at = token(tensors[name], STORED[j // 32], j % 32), j + DELTA
             k, v = kept.chunk(2, -1)
-            turned = k if rope is None else rotate(k, torch.from_numpy(rope.turns(np.array([DELTA]))), rope)
+            turned = (
+                k if rope is None else rotate(k, torch.from_numpy(rope.delta_table(np.array([DELTA]))), rope)
+            )
             token(expected[name], WANTED[at // 32], at % 32).copy_(torch.cat([turned, v], -1))
     positions, took = np.arange(CHUNK) + DELTA, list[float]()
     positions[:PREFIX] = -1

@@ -120,7 +120,8 @@ def test_latents_and_heads_that_several_ranks_have_are_one() -> None:
     for ranks, place in ((8, 1), (16, 0)):
         heads = rank_heads(engine(ranks), specs, None)
         layout, _ = group_pages(specs, tensors, 2, False, heads)
-        assert [(g.head_shard, g.head_shards, g.kv_heads) for g in layout.groups] == [(0, 1, 1), (place, 8, 1)]
+        shards = [(g.head_shard, g.head_shards, g.kv_heads) for g in layout.groups]
+        assert shards == [(0, 1, 1), (place, 8, 1)]
 
 
 def test_who_shares_the_work() -> None:

@@ -19,15 +19,15 @@ from kvkit.kernels.pages import device
 from kvkit.kernels.pages.device import (
     COPY_ENGINE,
     KERNEL,
-    WAYS,
+    PROGRAM_CHOICES,
     Copies,
-    best_way,
+    best_programs,
+    programs_config,
     steps,
-    untuned_way,
-    way_bucket,
-    way_entry,
+    transfer_bucket,
+    untuned_programs,
 )
-from kvkit.kernels.pages.way_problems import WAY_SPECS, way_problem
+from kvkit.kernels.pages.problems import TRANSFERS, transfer_problem
 from kvkit.kernels.tuning import tables
 from kvkit.kernels.tuning.cases import Problem
 from kvkit.kernels.tuning.configs import Launch
@@ -59,61 +59,61 @@ def gpu(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[str]:
     ],
 )
 def test_few_or_large_records_are_the_copy_engines(record_bytes: int, records: int, way: int) -> None:
-    assert untuned_way(record_bytes, records) == way
+    assert untuned_programs(record_bytes, records) == way
 
 
 @given(st.integers(1, 1 << 40), st.integers(1, 1 << 20), st.booleans())
 def test_buckets_round_up(record_bytes: int, records: int, to_records: bool) -> None:
-    bucket = way_bucket(record_bytes, records, to_records)
+    bucket = transfer_bucket(record_bytes, records, to_records)
     for size, rounded in zip((record_bytes, records), bucket.sizes, strict=True):
         assert size <= rounded < 2 * size
-    assert bucket == way_bucket(*bucket.sizes, to_records)
-    assert bucket.op != way_bucket(record_bytes, records, not to_records).op
-    assert untuned_way(record_bytes, records) in WAYS
+    assert bucket == transfer_bucket(*bucket.sizes, to_records)
+    assert bucket.op != transfer_bucket(record_bytes, records, not to_records).op
+    assert untuned_programs(record_bytes, records) in PROGRAM_CHOICES
 
 
 def test_ways_differ() -> None:
-    assert len(set(WAYS)) == len(WAYS)
-    assert WAYS[0] == COPY_ENGINE == 0
-    assert KERNEL in WAYS
-    assert all(8 <= way <= 32 for way in WAYS[1:])
+    assert len(set(PROGRAM_CHOICES)) == len(PROGRAM_CHOICES)
+    assert PROGRAM_CHOICES[0] == COPY_ENGINE == 0
+    assert KERNEL in PROGRAM_CHOICES
+    assert all(8 <= way <= 32 for way in PROGRAM_CHOICES[1:])
 
 
 def test_a_tuned_way_is_taken_for_its_direction_and_about_its_size(gpu: str, tmp_path: Path) -> None:
-    slow = WAYS[-1]
-    key = TunedKey(way_bucket(1 << 20, 8, True), build_of(steps, False))
-    write_table(tmp_path / f"{slug_of(gpu)}.json", gpu, {key: Tuned(way_entry(slow), 1.0, 2.0)})
-    assert best_way(1 << 20, 8, True) == slow
-    assert best_way((1 << 20) - 1, 7, True) == slow, "the same bucket"
-    assert best_way(2 << 20, 4, True) == slow, "the nearest"
-    assert best_way(1 << 20, 8, False) == untuned_way(1 << 20, 8) == COPY_ENGINE
+    slow = PROGRAM_CHOICES[-1]
+    key = TunedKey(transfer_bucket(1 << 20, 8, True), build_of(steps, False))
+    write_table(tmp_path / f"{slug_of(gpu)}.json", gpu, {key: Tuned(programs_config(slow), 1.0, 2.0)})
+    assert best_programs(1 << 20, 8, True) == slow
+    assert best_programs((1 << 20) - 1, 7, True) == slow, "the same bucket"
+    assert best_programs(2 << 20, 4, True) == slow, "the nearest"
+    assert best_programs(1 << 20, 8, False) == untuned_programs(1 << 20, 8) == COPY_ENGINE
 
 
 def test_a_way_that_is_no_more_is_passed_over(gpu: str, tmp_path: Path) -> None:
-    key = TunedKey(way_bucket(1024, 64, True), build_of(steps, False))
-    write_table(tmp_path / f"{slug_of(gpu)}.json", gpu, {key: Tuned(way_entry(7), 1.0, 2.0)})
-    assert best_way(1024, 64, True) == KERNEL
+    key = TunedKey(transfer_bucket(1024, 64, True), build_of(steps, False))
+    write_table(tmp_path / f"{slug_of(gpu)}.json", gpu, {key: Tuned(programs_config(7), 1.0, 2.0)})
+    assert best_programs(1024, 64, True) == KERNEL
 
 
 def small(to_records: bool) -> Problem:
-    (spec, *_) = (spec for spec in WAY_SPECS if spec.to_records == to_records)
+    (spec, *_) = (spec for spec in TRANSFERS if spec.to_records == to_records)
     group = replace(spec.group, layers=(0, 1), kv_heads=2, k_size=8, v_size=8)
-    return way_problem(replace(spec, group=group, records=3, tokens=32))
+    return transfer_problem(replace(spec, group=group, chunks=3, tokens=32))
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="interpreted; `make gpu` tunes it compiled")
 @pytest.mark.parametrize("to_records", [True, False])
 def test_every_way_moves_the_same_bytes(to_records: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     problem = small(to_records)
-    monkeypatch.setattr("kvkit.kernels.pages.way_problems.BUFFER_BYTES", 2 * 2048)
+    monkeypatch.setattr("kvkit.kernels.pages.problems.BUFFER_BYTES", 2 * 2048)
     case = problem.make(CPU, True)
-    assert set(problem.space) == set(map(way_entry, WAYS))
-    for way in WAYS:
+    assert set(problem.space) == set(map(programs_config, PROGRAM_CHOICES))
+    for way in PROGRAM_CHOICES:
         case.poison()
         assert case.fault(), "what was never written passes"
-        case.run(way_entry(way))
+        case.run(programs_config(way))
         assert case.fault() == ""
-        launches = case.launches(way_entry(way))
+        launches = case.launches(programs_config(way))
         kernels = [launch for launch in launches if isinstance(launch, Launch)]
         copies = sum(len(launch.pairs) for launch in launches if isinstance(launch, Copies))
         if way:
@@ -125,11 +125,11 @@ def test_every_way_moves_the_same_bytes(to_records: bool, monkeypatch: pytest.Mo
 
 def test_problems_stand_for_what_is_asked_for() -> None:
     """The default first; the bucket is that which a move of this size looks up."""
-    for spec in WAY_SPECS:
-        problem = way_problem(spec)
-        assert problem.space[0] == way_entry(untuned_way(spec.record_bytes, spec.records))
-        assert set(problem.space) == set(map(way_entry, WAYS))
-        assert problem.bucket == way_bucket(spec.record_bytes, spec.records, spec.to_records)
+    for spec in TRANSFERS:
+        problem = transfer_problem(spec)
+        assert problem.space[0] == programs_config(untuned_programs(spec.record_bytes, spec.chunks))
+        assert set(problem.space) == set(map(programs_config, PROGRAM_CHOICES))
+        assert problem.bucket == transfer_bucket(spec.record_bytes, spec.chunks, spec.to_records)
         assert problem.kernel is device.steps
 
 
@@ -141,7 +141,7 @@ def test_the_benchmark_walks_every_way() -> None:
     assert len({(found["move"], found["way"]) for found in beside_products}) == len(beside_products)
     assert all(found["product_time"] > 0 and found["move_rate"] > 0 for found in beside_products)
     alone = list(beside.pieces(CPU, 60))
-    assert len(alone) == len(WAY_SPECS) * len(WAYS)
+    assert len(alone) == len(TRANSFERS) * len(PROGRAM_CHOICES)
     assert all(found["of_engine_time"] == 1 for found in alone if found["way"] == "copy engine")
     assert not list(beside.pieces(CPU, 0))
 

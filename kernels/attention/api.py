@@ -15,10 +15,10 @@ from collections.abc import Sequence
 import torch
 
 from kvkit.kernels.attention import checks, torch_cpu
-from kvkit.kernels.attention.layer import RowTurns, Scoring
+from kvkit.kernels.attention.layer import RowRotations, Scoring
 from kvkit.kernels.attention.rows import Rows
-from kvkit.kernels.checks import Form, LaunchError, check_form
-from kvkit.kernels.tuning.configs import Launch
+from kvkit.kernels.checks import ArraySpec, LaunchError, check_array
+from kvkit.kernels.tuning.configs import Launch, run_all
 
 
 def blend_attention(
@@ -71,7 +71,7 @@ def rope_scatter(
     q: torch.Tensor,
     k: torch.Tensor,
     v: torch.Tensor,
-    turns: RowTurns,
+    rotations: RowRotations,
     slots: torch.Tensor,
     k_pages: torch.Tensor,
     v_pages: torch.Tensor,
@@ -99,14 +99,14 @@ def rope_scatter(
         LaunchError: an argument does not fit; nothing was written.
     """
     _check_gradients(q=q, k=k, v=v, k_pages=k_pages, v_pages=v_pages)
-    checks.check_scatter(q, k, v, turns, k_pages, v_pages)
+    checks.check_scatter(q, k, v, rotations, k_pages, v_pages)
     checks.check_slots(q, slots, k_pages.shape[0] * k_pages.shape[2], deviation)
     if q.device.type == "cpu":
-        return torch_cpu.scatter(q, k, v, turns, slots, k_pages, v_pages, deviation)
+        return torch_cpu.scatter(q, k, v, rotations, slots, k_pages, v_pages, deviation)
     from kvkit.kernels.attention import triton
 
     out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
-    _run(triton.scatter((q, k, v), turns, slots, k_pages, v_pages, deviation, out), q.device)
+    _run(triton.scatter((q, k, v), rotations, slots, k_pages, v_pages, deviation, out), q.device)
     return out
 
 
@@ -173,9 +173,9 @@ def _check_attention(
     checks.check_pages(q, k_pages, v_pages)
     checks.check_rows(rows, q, k_pages)
     if out is not None:
-        like = Form.of(q)
-        want = Form((*like.shape[:2], v_pages.shape[3]), like.dtype, None, like.device)
-        check_form("out", Form.of(out), want)
+        like = ArraySpec.of(q)
+        want = ArraySpec((*like.shape[:2], v_pages.shape[3]), like.dtype, None, like.device)
+        check_array("out", ArraySpec.of(out), want)
 
 
 def _check_gradients(**tensors: torch.Tensor | None) -> None:
@@ -189,5 +189,4 @@ def _check_gradients(**tensors: torch.Tensor | None) -> None:
 
 def _run(launches: Sequence[Launch], device: torch.device) -> None:
     with torch.cuda.device(device):
-        for launch in launches:
-            launch.run()
+        run_all(launches)

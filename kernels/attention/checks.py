@@ -4,9 +4,17 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from kvkit.kernels.attention.layer import RowTurns
+from kvkit.kernels.attention.layer import RowRotations
 from kvkit.kernels.attention.requests import Requests
-from kvkit.kernels.checks import FLOATS, Form, LaunchError, check_form, check_ids, check_overlap, check_rope
+from kvkit.kernels.checks import (
+    FLOATS,
+    ArraySpec,
+    LaunchError,
+    check_array,
+    check_ids,
+    check_overlap,
+    check_rope,
+)
 
 if TYPE_CHECKING:
     import torch
@@ -53,12 +61,12 @@ def check_asked(requests: int, lse: Any | None, q: Any) -> None:
     if requests != 1:
         raise LaunchError(f"rows: of {requests} requests, want one")
     if lse is not None:
-        x, like = Form.of(lse), Form.of(q)
-        if x._replace(strides=None) != (want := Form(like.shape[:2], "float32", None, like.device)):
+        x, like = ArraySpec.of(lse), ArraySpec.of(q)
+        if x._replace(strides=None) != (want := ArraySpec(like.shape[:2], "float32", None, like.device)):
             raise LaunchError(f"lse: {x}, want {want}")
 
 
-def check_scatter(q: Any, k: Any, v: Any, turns: RowTurns, k_pages: Any, v_pages: Any) -> None:
+def check_scatter(q: Any, k: Any, v: Any, rotations: RowRotations, k_pages: Any, v_pages: Any) -> None:
     """Refuse arrays that do not fit each other, and rotary channels that the heads do not have."""
     check_pages(q, k_pages, v_pages)
     count, heads, size = q.shape[0], k_pages.shape[1], k_pages.shape[3]
@@ -66,18 +74,18 @@ def check_scatter(q: Any, k: Any, v: Any, turns: RowTurns, k_pages: Any, v_pages
         _check_floats(name, x, 3, q)
         if x.shape != (want := (count, heads, pages.shape[3])):
             raise LaunchError(f"{name}: {tuple(x.shape)}, want {want}")
-        check_overlap(f"{name}_pages", Form.of(pages))
-    check_rope("rope", turns.rope, size)
-    want_turns = Form((count, turns.rope.channels), "float32", None, Form.of(q).device)
-    check_form("cos_sin", Form.of(turns.cos_sin), want_turns)
+        check_overlap(f"{name}_pages", ArraySpec.of(pages))
+    check_rope("rope", rotations.rope, size)
+    want_turns = ArraySpec((count, rotations.rope.channels), "float32", None, ArraySpec.of(q).device)
+    check_array("cos_sin", ArraySpec.of(rotations.cos_sin), want_turns)
 
 
 def check_slots(q: torch.Tensor, slots: torch.Tensor, limit: int, deviation: torch.Tensor | None) -> None:
     """Refuse slots or a deviation that do not fit q; on a CPU, also slots beyond the pages."""
     count, device = len(q), str(q.device)
-    check_form("slots", Form.of(slots), Form((count,), "int64", None, device))
+    check_array("slots", ArraySpec.of(slots), ArraySpec((count,), "int64", None, device))
     if deviation is not None:
-        check_form("deviation", Form.of(deviation), Form((count,), "float32", None, device))
+        check_array("deviation", ArraySpec.of(deviation), ArraySpec((count,), "float32", None, device))
     if slots.device.type == "cpu" and count and int(slots.max()) >= limit:
         raise LaunchError(f"slots: {int(slots.max())} is out of range, the pages have {limit} slots")
 
@@ -92,13 +100,13 @@ def check_deviation(new: Any, old: Any) -> None:
 
 def _check_floats(name: str, array: Any, ndim: int, like: Any | None) -> None:
     """Refuse an array with wrong axes, dtype or device, or with a last axis that is not contiguous."""
-    x = Form.of(array)
+    x = ArraySpec.of(array)
     if len(x.shape) != ndim or 0 in x.shape[1:]:
         raise LaunchError(f"{name}: {x}, want {ndim} axes, none but the first empty")
     if like is None:
         if x.dtype not in FLOATS:
             raise LaunchError(f"{name}: {x}, want {', '.join(FLOATS)}")
-    elif (x.dtype, x.device) != ((want := Form.of(like)).dtype, want.device):
+    elif (x.dtype, x.device) != ((want := ArraySpec.of(like)).dtype, want.device):
         raise LaunchError(f"{name}: {x}, want {want.dtype}" + (f" on {want.device}" if want.device else ""))
     if x.strides is not None and x.strides[-1] != 1 and x.shape[-1] > 1:
         raise LaunchError(f"{name}: strides {x.strides}, want the last axis contiguous (stride 1)")

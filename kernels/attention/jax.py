@@ -21,17 +21,17 @@ import jax.numpy as jnp
 from jax import lax
 
 from kvkit.kernels.attention import checks, pallas, pallas_tpu
-from kvkit.kernels.attention.layer import RowTurns, Scoring
+from kvkit.kernels.attention.layer import RowRotations, Scoring
 from kvkit.kernels.attention.requests import Requests
 from kvkit.kernels.checks import check_ids
-from kvkit.kernels.pages.jax import Ids, bits, in_range, rotate, scatter, where
+from kvkit.kernels.pages.jax import Ids, bits, in_range, locate, rotate, scatter
 from kvkit.kernels.traced import operation, vary, varying
 
 ROW_TILE = 128  # query rows that share a loop over keys
 
 KEY_TILE = 512  # keys of a step of that loop: it makes scores [Hq, ROW_TILE, KEY_TILE]
 
-jax.tree_util.register_dataclass(RowTurns, data_fields=["cos_sin"], meta_fields=["rope"])
+jax.tree_util.register_dataclass(RowRotations, data_fields=["cos_sin"], meta_fields=["rope"])
 
 
 class Scattered(NamedTuple):
@@ -79,7 +79,7 @@ def rope_scatter(
     q: jax.Array,
     k: jax.Array,
     v: jax.Array,
-    turns: RowTurns,
+    rotations: RowRotations,
     slots: Ids,
     k_pages: jax.Array,
     v_pages: jax.Array,
@@ -92,10 +92,10 @@ def rope_scatter(
     Raises:
         LaunchError: an argument does not fit.
     """
-    checks.check_scatter(q, k, v, turns, k_pages, v_pages)
+    checks.check_scatter(q, k, v, rotations, k_pages, v_pages)
     check_ids("slots", slots, (len(q),))
     checked_slots = in_range("slots", slots, k_pages.shape[0] * k_pages.shape[2])
-    result: Scattered = _rope_scatter(q, k, v, turns, checked_slots, k_pages, v_pages, deviation)
+    result: Scattered = _rope_scatter(q, k, v, rotations, checked_slots, k_pages, v_pages, deviation)
     return result
 
 
@@ -158,17 +158,17 @@ def _rope_scatter(
     q: jax.Array,
     k: jax.Array,
     v: jax.Array,
-    turns: RowTurns,
+    rotations: RowRotations,
     slots: jax.Array,
     k_pages: jax.Array,
     v_pages: jax.Array,
     deviation: bool,
 ) -> Scattered:
-    cos_sin, rope = turns.cos_sin[:, None], turns.rope
+    cos_sin, rope = rotations.cos_sin[:, None], rotations.rope
     rotated_k = rotate(k, cos_sin, rope)
     distance = None
     if deviation:
-        block, n, keep = where(slots, k_pages)
+        block, n, keep = locate(slots, k_pages)
         distance = jnp.where(keep, _token_deviation(rotated_k, k_pages[block, :, n]), 0.0)
     k_filled, v_filled = scatter(k_pages, slots, bits(rotated_k)), scatter(v_pages, slots, bits(v))
     return Scattered(rotate(q, cos_sin, rope), k_filled, v_filled, distance)

@@ -37,7 +37,7 @@ class Scoring:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class RowTurns:
+class RowRotations:
     """Rotations of rows to their positions.
 
     Args:

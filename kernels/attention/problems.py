@@ -12,9 +12,9 @@ import torch
 
 from kvkit.format.rope import Rope
 from kvkit.kernels.attention import reference, triton
-from kvkit.kernels.attention.layer import RowTurns, Scoring
+from kvkit.kernels.attention.layer import RowRotations, Scoring
 from kvkit.kernels.attention.rows import Rows
-from kvkit.kernels.tuning.cases import INTERLEAVED, LLAMA_ROPE, Case, Problem, Work, far, fill, rope_of
+from kvkit.kernels.tuning.cases import INTERLEAVED, LLAMA_ROPE, Case, Problem, Work, fill, not_close, rope_of
 from kvkit.kernels.tuning.configs import KernelConfig, Launch
 from kvkit.kernels.tuning.gpus import GPUS
 from kvkit.kernels.tuning.shapes import ModelShape
@@ -243,10 +243,10 @@ def _attention_case(spec: AttentionSpec, device: torch.device, filled: bool) -> 
     def fault() -> str:
         if spec.kernel == "weigh":
             want = reference.query_scores(q, k_pages, scored, rows, scoring)
-            return far("scores", mass, want, TOLERANCE[heads.dtype], 1e-6)
+            return not_close("scores", mass, want, TOLERANCE[heads.dtype], 1e-6)
         if lse.isnan().any() or (spec.what == "o" and out.isnan().any()):
             return "some rows were not written"
-        found = far("lse", lse[sample_ids], expected()[1], 0, 1e-3)
+        found = not_close("lse", lse[sample_ids], expected()[1], 0, 1e-3)
         if not found and spec.what == "o":
             want, actual = expected()[0].double(), out[sample_ids].double()
             error = ((actual - want).norm(dim=2) / want.norm(dim=2)).max()  # of all rows and heads
@@ -310,7 +310,7 @@ def _scatter_case(spec: ScatterSpec, device: torch.device, filled: bool) -> Case
     projections = zip(fused.split_with_sizes(sizes, 1), (heads.size, *sides), strict=True)
     q, k, v = (projection.view(spec.rows, -1, size) for projection, size in projections)
     positions = np.sort(random.choice(spec.tokens, spec.rows, replace=False))
-    turns = RowTurns(spec.rope, torch.from_numpy(spec.rope.table(positions)).to(device))
+    rotations = RowRotations(spec.rope, torch.from_numpy(spec.rope.table(positions)).to(device))
     slots = torch.from_numpy(random.permutation(spec.tokens)[: spec.rows]).to(device)
     pages = new(spec.tokens // tokens, heads.heads, tokens, heads.size + heads.v_size)
     out = new(spec.rows, heads.query_heads, heads.size)
@@ -323,7 +323,7 @@ def _scatter_case(spec: ScatterSpec, device: torch.device, filled: bool) -> Case
 
     def launches(config: KernelConfig | None) -> tuple[Launch, ...]:
         k_pages, v_pages = pages.split_with_sizes(sides, -1)
-        return triton.scatter((q, k, v), turns, slots, k_pages, v_pages, measured, out, config)
+        return triton.scatter((q, k, v), rotations, slots, k_pages, v_pages, measured, out, config)
 
     def poison() -> None:
         pages.copy_(before)
@@ -333,14 +333,16 @@ def _scatter_case(spec: ScatterSpec, device: torch.device, filled: bool) -> Case
     def expected() -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         want, moved_distance = before.clone(), torch.empty_like(deviation)
         k_pages, v_pages = want.split_with_sizes(sides, -1)
-        rotated_q = reference.rope_scatter(q, k, v, turns, slots, k_pages, v_pages, moved_distance)
+        rotated_q = reference.rope_scatter(q, k, v, rotations, slots, k_pages, v_pages, moved_distance)
         return want, rotated_q, moved_distance
 
     def fault() -> str:
         want, rotated_q, moved_distance = expected()
         close = 2 * torch.finfo(heads.dtype).eps, 1e-5
-        found = far("pages", pages, want, *close) or far("q", out, rotated_q, *close)
-        return found or (far("deviation", deviation, moved_distance, 1e-2, 1e-4) if spec.deviation else "")
+        found = not_close("pages", pages, want, *close) or not_close("q", out, rotated_q, *close)
+        return found or (
+            not_close("deviation", deviation, moved_distance, 1e-2, 1e-4) if spec.deviation else ""
+        )
 
     return Case(launches, poison, fault, (pages, out, deviation) if spec.deviation else (pages, out))
 
@@ -362,7 +364,7 @@ def deviation_problem(
             old.copy_(new.flip(0))
 
         def fault() -> str:
-            return far("deviation", out, reference.token_deviation(new, old), 1e-4, 1e-4)
+            return not_close("deviation", out, reference.token_deviation(new, old), 1e-4, 1e-4)
 
         return Case(
             lambda config: triton.deviation(new, old, out, config), partial(_forget, out), fault, (out,)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from kvkit.kernels.attention.layer import RowTurns, Scoring
+from kvkit.kernels.attention.layer import RowRotations, Scoring
 from kvkit.kernels.attention.rows import Rows
 from kvkit.kernels.pages.reference import rotate
 
@@ -37,14 +37,14 @@ def rope_scatter(
     q: torch.Tensor,
     k: torch.Tensor,
     v: torch.Tensor,
-    turns: RowTurns,
+    rotations: RowRotations,
     slots: torch.Tensor,
     k_pages: torch.Tensor,
     v_pages: torch.Tensor,
     deviation: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Compute `api.rope_scatter`; `slots` may have any dtype, `deviation` is summed in float64."""
-    rotated_k = rotate(k, turns.cos_sin[:, None], turns.rope)
+    rotated_k = rotate(k, rotations.cos_sin[:, None], rotations.rope)
     keep = torch.nonzero(slots >= 0).flatten()
     block, n = slots[keep].long() // k_pages.shape[2], slots[keep].long() % k_pages.shape[2]
     if deviation is not None:
@@ -52,7 +52,7 @@ def rope_scatter(
         deviation[keep] = token_deviation(rotated_k[keep], k_pages[block, :, n])
     k_pages[block, :, n] = rotated_k[keep]
     v_pages[block, :, n] = v[keep]
-    return rotate(q, turns.cos_sin[:, None], turns.rope)
+    return rotate(q, rotations.cos_sin[:, None], rotations.rope)
 
 
 def token_deviation(new: torch.Tensor, old: torch.Tensor) -> torch.Tensor:

@@ -14,7 +14,7 @@ import torch
 from numpy.typing import NDArray
 
 from kvkit.format.rope import Rope
-from kvkit.kernels.attention.layer import RowTurns, Scoring
+from kvkit.kernels.attention.layer import RowRotations, Scoring
 from kvkit.kernels.attention.rows import Rows
 
 TILE_ROWS = 64
@@ -69,17 +69,17 @@ def scatter(
     q: torch.Tensor,
     k: torch.Tensor,
     v: torch.Tensor,
-    turns: RowTurns,
+    rotations: RowRotations,
     slots: torch.Tensor,
     k_pages: torch.Tensor,
     v_pages: torch.Tensor,
     deviation: torch.Tensor | None,
 ) -> torch.Tensor:
-    keep, kept_slots, cos_sin = None, slots, turns.cos_sin
+    keep, kept_slots, cos_sin = None, slots, rotations.cos_sin
     if bool((slots < 0).any()):
         keep = torch.nonzero(slots >= 0).flatten()
         kept_slots, k, v, cos_sin = slots[keep], k[keep], v[keep], cos_sin[keep]
-    rotated_k = _rotate(k, cos_sin, turns.rope)
+    rotated_k = _rotate(k, cos_sin, rotations.rope)
     block, n = kept_slots // k_pages.shape[2], kept_slots % k_pages.shape[2]
     if deviation is not None:
         distance = token_deviation(rotated_k, k_pages[block, :, n])
@@ -89,7 +89,7 @@ def scatter(
             deviation.zero_()[keep] = distance
     k_pages[block, :, n] = rotated_k
     v_pages[block, :, n] = v
-    return _rotate(q, turns.cos_sin, turns.rope)
+    return _rotate(q, rotations.cos_sin, rotations.rope)
 
 
 def token_deviation(new: torch.Tensor, old: torch.Tensor) -> torch.Tensor:

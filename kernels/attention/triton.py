@@ -21,7 +21,7 @@ import torch
 import triton
 from triton.runtime.jit import JITFunction
 
-from kvkit.kernels.attention.layer import RowTurns, Scoring
+from kvkit.kernels.attention.layer import RowRotations, Scoring
 from kvkit.kernels.attention.rows import Rows, Tiles
 from kvkit.kernels.attention.triton_kernels import attend, main_channels, measure, merge, scatter_rows, weigh
 from kvkit.kernels.checks import LaunchError
@@ -287,7 +287,7 @@ def scores(
 
 def scatter(
     qkv: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
-    turns: RowTurns,
+    rotations: RowRotations,
     slots: torch.Tensor,
     k_pages: torch.Tensor,
     v_pages: torch.Tensor,
@@ -296,7 +296,7 @@ def scatter(
     config: KernelConfig | None = None,
 ) -> tuple[Launch, ...]:
     """Return the launches of `api.rope_scatter`, rotated q into contiguous `out`; checks nothing."""
-    (q, k, v), rope = qkv, turns.rope
+    (q, k, v), rope = qkv, rotations.rope
     count, query_heads, size = q.shape
     if not count:
         return ()
@@ -305,12 +305,12 @@ def scatter(
         "q": q,
         "k": k,
         "v": v,
-        "cos_sin": turns.cos_sin,
+        "cos_sin": rotations.cos_sin,
         "slots": slots,
         "k_pages": k_pages,
         "v_pages": v_pages,
         "out": out,
-        "deviation": turns.cos_sin if deviation is None else deviation,
+        "deviation": rotations.cos_sin if deviation is None else deviation,
         **_strides(("row", "head"), q=q, k=k, v=v),
         **_strides(("block", "page_head", "token"), k=k_pages, v=v_pages),
         "count": count,

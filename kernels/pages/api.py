@@ -1,4 +1,4 @@
-"""Pack and unpack chunks of an engine's pages: checks all arguments, picks the backend by device."""
+"""Pack and unpack chunks of an engine's pages: checks of all arguments, then the backend of the device."""
 
 from __future__ import annotations
 
@@ -55,8 +55,8 @@ def pack(
         LaunchError: an argument does not fit, or the current stream is capturing a CUDA graph, which could
             not be replayed; nothing was written.
     """
-    named = _named(pages, blocks, slots)
-    _move(pages, records, named, None, threads, after, to_records=True)
+    selection = _select(pages, blocks, slots)
+    _move(pages, records, selection, None, threads, after, to_records=True)
 
 
 def unpack(
@@ -83,41 +83,40 @@ def unpack(
 
     The other arguments and errors are those of `pack`.
     """
-    named = _named(pages, blocks, slots)
-    _move(pages, records, named, rotate, threads, after, to_records=False)
+    selection = _select(pages, blocks, slots)
+    _move(pages, records, selection, rotate, threads, after, to_records=False)
 
 
-class _PlacesNamed(NamedTuple):
-    """Checked locations in the pages that a call names."""
+class _Selection(NamedTuple):
+    """Checked blocks or slots that a call moves."""
 
     ids: NDArray[np.int64]  # [chunks, I]
-    slots: bool  # whether `ids` are slots
-    every: NDArray[np.int64]  # slots [chunks, T] of every token (opaque: of whole pages)
+    are_slots: bool  # False: `ids` are blocks
+    token_slots: NDArray[np.int64]  # slots [chunks, T] of every token (opaque: of whole pages)
 
 
 def _move(
     pages: Pages,
     records: Sequence[Record],
-    named: _PlacesNamed,
+    selection: _Selection,
     rotation: Rotation | None,
     threads: int | None,
     after: CudaEvents | None,
     to_records: bool,
 ) -> None:
-    chunks, tokens = named.every.shape
+    chunks, tokens = selection.token_slots.shape
     if len(records) != chunks:
         raise LaunchError(f"records: {len(records)} given for {chunks} chunks")
-    kind = pages.group.stored
-    row_bytes = kind.page_bytes or kind.channels * kind.item_bytes
+    row_bytes = pages.group.stored.row_bytes
     if to_records and not pages.whole:
         raise LaunchError("pages: they have a part of the heads of a record, and are only unpacked into")
-    size = len(kind.layers) * pages.shares * pages.heads * tokens * row_bytes
+    size = len(pages.group.layers) * pages.shares * pages.heads * tokens * row_bytes
     for i, record in enumerate(records):
         checks.check_record(f"records[{i}]", record, size, pages.device, to_records)
     if pages.order is not None:
-        _move_ordered(pages, records, named.every, rotation, threads, to_records)
+        _move_ordered(pages, records, selection.token_slots, rotation, threads, to_records)
         return
-    turns = None if rotation is None else checks.turns_of(pages.group, rotation, chunks, tokens)
+    resolved = None if rotation is None else checks.resolve_rotation(pages.group, rotation, chunks, tokens)
     if threads is None:
         threads = torch.get_num_threads()
     elif threads < 1:
@@ -125,7 +124,7 @@ def _move(
     if not chunks:
         return
     if pages.device.type == "cuda":
-        device_move = device.DeviceMove(pages, named.ids, named.slots, to_records, turns)
+        device_move = device.DeviceMove(pages, selection.ids, selection.are_slots, to_records, resolved)
         device.move(device_move, records, after)
         return
     arrays = [record for record in records if isinstance(record, np.ndarray)]
@@ -133,14 +132,13 @@ def _move(
         from kvkit.kernels.pages import numba
 
         addresses = np.array([array.ctypes.data for array in arrays], np.int64)
-        job = numba.Job.of(pages, addresses, named.every, row_bytes, to_records)
-        plain = rotation is None and pages.group.precision is None
-        conversion = None if plain else numba.Conversion.of(pages.group, turns)
+        job = numba.Job.of(pages, addresses, selection.token_slots, to_records)
+        conversion = numba.Conversion.of(pages.group, resolved)
         numba.move(job, conversion, threads, (pages, arrays))
     elif to_records:
-        reference.pack(pages.group, pages.parts, arrays, named.every)
+        reference.pack(pages.group, pages.parts, arrays, selection.token_slots)
     else:
-        reference.unpack(pages.group, pages.parts, arrays, named.every, rotation)
+        reference.unpack(pages.group, pages.parts, arrays, selection.token_slots, rotation)
 
 
 def _move_ordered(
@@ -151,7 +149,7 @@ def _move_ordered(
     threads: int | None,
     to_records: bool,
 ) -> None:
-    """Move pages with an order of their own through dense pages, one layer at a time."""
+    """Move pages with an `order` through dense pages, one layer at a time."""
     from kvkit.kernels.pages import ordered
 
     group, present = replace(pages.group, strides=None), slots >= 0
@@ -175,7 +173,7 @@ def _move_ordered(
             ordered.write_block_elements(pages, i, slots[present], dense[0][:, present.ravel()])
 
 
-def _named(pages: Pages, blocks: NDArray[np.int64] | None, slots: NDArray[np.int64] | None) -> _PlacesNamed:
+def _select(pages: Pages, blocks: NDArray[np.int64] | None, slots: NDArray[np.int64] | None) -> _Selection:
     name, ids, limit = checks.check_chunks(
         pages.group, (pages.blocks, pages.tokens), blocks, slots, ("int64",)
     )
@@ -183,7 +181,5 @@ def _named(pages: Pages, blocks: NDArray[np.int64] | None, slots: NDArray[np.int
         raise LaunchError(f"{name}: {type(ids).__name__}, want a numpy array")
     checks.check_range(name, ids, limit)
     if name == "slots":
-        return _PlacesNamed(ids, True, np.ascontiguousarray(ids))
-    every: NDArray[np.int64] = ids[:, :, None] * pages.tokens + np.arange(pages.tokens)
-    every[ids < 0] = -1  # the product may have wrapped around
-    return _PlacesNamed(ids, False, every.reshape(len(ids), ids.shape[1] * pages.tokens))
+        return _Selection(ids, True, np.ascontiguousarray(ids))
+    return _Selection(ids, False, checks.token_slots(ids, pages.tokens))

@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 
 from kvkit.format.layout import LayerGroup
 from kvkit.format.rope import Rope, RopeError, Rotation
-from kvkit.kernels.checks import FLOATS, Form, LaunchError, check_overlap, check_rope
+from kvkit.kernels.checks import FLOATS, ArraySpec, LaunchError, check_overlap, check_rope
 
 if TYPE_CHECKING:
     import torch
@@ -31,11 +31,11 @@ def check_pages(name: str, group: LayerGroup, layers: Sequence[Any]) -> list[tup
         for part, (array, size) in enumerate(zip(layer if is_pair else (layer,), sizes, strict=True)):
             label = f"{name}[{i}][{part}]" if is_pair else f"{name}[{i}]"
             if group.page_bytes is None:
-                _check_dense(label, Form.of(array), f"[B, {group.kv_heads}, N, {size}] {group.dtype}")
+                _check_dense(label, ArraySpec.of(array), f"[B, {group.kv_heads}, N, {size}] {group.dtype}")
             else:
                 _check_opaque(label, array, group.page_bytes)
             arrays.append((i, part * group.k_size * group.item_bytes, array))
-            x, first = Form.of(array), Form.of(arrays[0][2])
+            x, first = ArraySpec.of(array), ArraySpec.of(arrays[0][2])
             check_overlap(label, x)
             same_pool = x.shape[0] == first.shape[0] and (group.opaque or x.shape[2] == first.shape[2])
             if not same_pool or x.device != first.device:
@@ -68,7 +68,7 @@ def check_order(order: torch.Tensor, group: LayerGroup, tensors: Sequence[Any]) 
             )
 
 
-def _check_dense(name: str, x: Form, want: str) -> None:
+def _check_dense(name: str, x: ArraySpec, want: str) -> None:
     if len(x.shape) != 4 or 0 in x.shape or f"[B, {x.shape[1]}, N, {x.shape[3]}] {x.dtype}" != want:
         raise LaunchError(f"{name}: {x.shape} {x.dtype}, want {want}, none of them 0")
     if x.strides is not None and x.strides[3] != 1:
@@ -142,12 +142,19 @@ def check_record(name: str, record: object, want: int, device: torch.device, to_
         raise LaunchError(f"{name}: read-only")
 
 
-class Turns(NamedTuple):
-    """Rotation of some chunks as kernels take it: a model's embedding, and `Rotation.resolve`."""
+def token_slots(blocks: NDArray[np.int64], tokens: int) -> NDArray[np.int64]:
+    """Return the slots [chunks, T] of all tokens in blocks [chunks, T / tokens]; -1 for a block < 0."""
+    slots: NDArray[np.int64] = blocks[:, :, None] * tokens + np.arange(tokens)
+    slots[blocks < 0] = -1  # the product may have wrapped around
+    return slots.reshape(len(blocks), blocks.shape[1] * tokens)
+
+
+class ResolvedRotation(NamedTuple):
+    """Rotation of the keys of some chunks as kernels take it: see `Rotation.resolve`."""
 
     rope: Rope
     cos_sin: NDArray[np.float32]  # [U, R]
-    which: NDArray[np.int32]  # [chunks, T], each token's row of `cos_sin`
+    rows: NDArray[np.int32]  # [chunks, T], row of `cos_sin` of each token
 
 
 def check_rotation(name: str, group: LayerGroup, rope: Rope) -> None:
@@ -158,11 +165,11 @@ def check_rotation(name: str, group: LayerGroup, rope: Rope) -> None:
     check_rope(name, rope, group.k_size)
 
 
-def turns_of(group: LayerGroup, rotation: Rotation, chunks: int, tokens: int) -> Turns:
+def resolve_rotation(group: LayerGroup, rotation: Rotation, chunks: int, tokens: int) -> ResolvedRotation:
     """Resolve a rotation for kernels; refuse one that does not fit the group."""
     check_rotation("rotate", group, rotation.rope)
     try:
-        return Turns(rotation.rope, *rotation.resolve(chunks, tokens))
+        return ResolvedRotation(rotation.rope, *rotation.resolve(chunks, tokens))
     except RopeError as error:
         raise LaunchError(f"rotate: {error}") from error
 

@@ -1,4 +1,8 @@
-"""Moves between pages on a GPU and records in any memory: ways, batches, and the order of streams."""
+"""Moves between pages on a GPU and records in any memory: by which engine, in batches, on which stream.
+
+Records in host memory are moved by the GPU's copy engine through a buffer, or by a kernel of few programs
+that accesses them itself. `kvkit tune` times both. Its results depend on the source of `steps`, names included.
+"""
 
 from __future__ import annotations
 
@@ -12,24 +16,33 @@ from numpy.typing import NDArray
 
 from kvkit.kernels.checks import LaunchError
 from kvkit.kernels.pages import streams
-from kvkit.kernels.pages.checks import Turns
+from kvkit.kernels.pages.checks import ResolvedRotation
 from kvkit.kernels.pages.memory import Pages
-from kvkit.kernels.tuning.configs import KernelConfig, Launch, ProblemBucket, host_config
+from kvkit.kernels.tuning.configs import (
+    KernelConfig,
+    Launch,
+    ProblemBucket,
+    host_config,
+    power_of_2,
+    run_all,
+)
 from kvkit.kernels.tuning.tables import best
 
 Record = NDArray[np.uint8] | torch.Tensor
 
 BUFFER_BYTES = 64 << 20
-"""Bytes of the GPU's buffer for records that a kernel does not reach; a larger record gets a larger one."""
+"""Bytes of the GPU's buffer for records that the copy engine moves; a larger record gets a larger one."""
 
 COPY_ENGINE = 0
 """A copy of each record to or from a buffer on the GPU, and a kernel between buffer and pages."""
 
 KERNEL = 16
-"""Programs of a kernel that reaches the records itself: few, so that an engine's have room."""
+"""Programs of a kernel that accesses the records itself: few, so that an engine's kernels have room."""
 
-WAYS = (COPY_ENGINE, 8, 16, 32)
-"""Ways to tune. They are timed alone, where more programs could win, but would starve an engine."""
+PROGRAM_CHOICES = (COPY_ENGINE, 8, 16, 32)
+"""Choices of the tuning: the copy engine, or so many programs of the kernel.
+
+They are timed alone, where more programs could win, but would starve an engine."""
 
 SMALL_BYTES, MANY = 256 << 10, 16
 """Without tuning, a kernel moves records that are smaller than this, if there are at least MANY.
@@ -54,11 +67,11 @@ class DeviceMove:
     ids: NDArray[np.int64]
     slots: bool
     to_records: bool
-    turns: Turns | None = None
+    turns: ResolvedRotation | None = None
 
     def part(self, chunks: Sequence[int]) -> DeviceMove:
         """Return the move of some of the chunks."""
-        turns = self.turns and self.turns._replace(which=self.turns.which[chunks])
+        turns = self.turns and self.turns._replace(rows=self.turns.rows[chunks])
         return replace(self, ids=self.ids[chunks], turns=turns)
 
     def launch(self, addresses: Sequence[int], programs: int = 0) -> Launch:
@@ -75,7 +88,7 @@ class DeviceMove:
             self.ids,
             self.to_records,
             slots=self.slots,
-            turns=self.turns,
+            rotation=self.turns,
         )
         return kernels.capped(launch, programs) if programs else launch
 
@@ -113,7 +126,7 @@ def move(
     device = wanted.pages.device
     tensors = [_tensor(record) for record in records]
     if device.type == "cpu":  # interpreted
-        _run(steps(wanted, tensors, [record.data_ptr() for record in tensors], buffer_bytes))
+        run_all(steps(wanted, tensors, [record.data_ptr() for record in tensors], buffer_bytes))
         return
     with torch.cuda.device(device):
         if torch.cuda.is_current_stream_capturing():
@@ -126,44 +139,42 @@ def move(
             stream = torch.cuda.current_stream(device)
             for event in after or ():
                 stream.wait_event(event)
-            _run(steps(wanted, tensors, local_addresses, buffer_bytes))
+            run_all(steps(wanted, tensors, local_addresses, buffer_bytes))
         else:
             with streams.own(device, wanted.to_records, after) as stream:
-                programs = best_way(len(tensors[0]), local_addresses.count(None), wanted.to_records)
+                programs = best_programs(len(tensors[0]), local_addresses.count(None), wanted.to_records)
                 addresses = [
                     streams.device_address(record.data_ptr()) if address is None and programs else address
                     for address, record in zip(local_addresses, tensors, strict=True)
                 ]
-                _run(steps(wanted, tensors, addresses, buffer_bytes, programs))
+                run_all(steps(wanted, tensors, addresses, buffer_bytes, programs))
         for record in tensors:
             if record.device == device:
                 record.record_stream(stream)
 
 
-def way_entry(way: int) -> KernelConfig:
-    """Return the entry of tuned tables for a way."""
-    return host_config(PROGRAMS=way)
+def programs_config(programs: int) -> KernelConfig:
+    """Return the configuration in tuned tables for a number of programs; 0: the copy engine."""
+    return host_config(PROGRAMS=programs)
 
 
-def untuned_way(record_bytes: int, records: int) -> int:
-    """Return the way to use without tuning."""
+def untuned_programs(record_bytes: int, records: int) -> int:
+    """Return the number of programs to use without tuning; 0: the copy engine."""
     return KERNEL if record_bytes < SMALL_BYTES and records >= MANY else COPY_ENGINE
 
 
-def way_bucket(record_bytes: int, records: int, to_records: bool) -> ProblemBucket:
-    """Return the bucket of moves that share a way, for any layout of pages and form of records."""
-    sizes = tuple(1 << (size - 1).bit_length() for size in (record_bytes, records))
+def transfer_bucket(record_bytes: int, records: int, to_records: bool) -> ProblemBucket:
+    """Return the bucket of moves that share a tuned choice, for any layout of pages and any precision."""
+    sizes = power_of_2(record_bytes), power_of_2(records)
     return ProblemBucket("pages_to_host" if to_records else "host_to_pages", "", sizes)
 
 
-def best_way(record_bytes: int, records: int, to_records: bool) -> int:
-    """Return the way to move so many records in host memory: the one tuned on this GPU, else a guess."""
-    ways = {way_entry(way): way for way in WAYS}
-    bucket, default = (
-        way_bucket(record_bytes, records, to_records),
-        way_entry(untuned_way(record_bytes, records)),
-    )
-    return ways[best(bucket, default, ways, steps)]
+def best_programs(record_bytes: int, records: int, to_records: bool) -> int:
+    """Return the number of programs to move records in host memory: the tuned one, else the default."""
+    choices = {programs_config(programs): programs for programs in PROGRAM_CHOICES}
+    bucket = transfer_bucket(record_bytes, records, to_records)
+    default = programs_config(untuned_programs(record_bytes, records))
+    return choices[best(bucket, default, choices, steps)]
 
 
 def steps(
@@ -208,11 +219,6 @@ def turns_of(count: int, each_bytes: int, buffer_bytes: int) -> list[range]:
     """Split `count` >= 1 records into ranges that fit a buffer, all but the last of equal length. Pure."""
     length = max(1, buffer_bytes // each_bytes)
     return [range(first, min(first + length, count)) for first in range(0, count, length)]
-
-
-def _run(moves: Iterator[Copies | Launch]) -> None:
-    for step in moves:
-        step.run()
 
 
 def _tensor(record: Record) -> torch.Tensor:

@@ -1,4 +1,4 @@
-"""Problems that pack and unpack are tuned with on a CPU: forms and sizes that serving has."""
+"""Problems that pack and unpack are tuned with on a CPU: pages, conversions and sizes as in serving."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from xxhash import xxh3_64_intdigest
 
 from kvkit.format.layout import Precision
 from kvkit.kernels.pages import numba
-from kvkit.kernels.pages.checks import Turns
+from kvkit.kernels.pages.checks import ResolvedRotation, token_slots
 from kvkit.kernels.pages.memory import Pages
 from kvkit.kernels.pages.moves import LLAMA, SMOLLM, MoveSpec, model_moves, move_case
 from kvkit.kernels.tuning.cases import LLAMA_ROPE, Problem, Work, rope_of
@@ -51,13 +51,15 @@ MOVES = (
         for to_records in (True, False)
     ),
     *(
-        MoveSpec(f"{what}, {tokens} tokens of {name}", form, to_records, 1, tokens, rope=rope)
-        for what, to_records, precision, turned in CONVERSIONS
-        for name, group, tokens, rope in (
-            ("a layer of Llama", LAYER, 256, LLAMA_ROPE if turned else None),
-            ("Llama", LLAMA, 128, LLAMA_ROPE if turned else None),
+        MoveSpec(
+            f"{what}, {tokens} tokens of {name}",
+            replace(group, precision=precision),
+            to_records,
+            *(1, tokens),
+            rope=LLAMA_ROPE if rotated else None,
         )
-        for form in (replace(group, precision=precision),)
+        for what, to_records, precision, rotated in CONVERSIONS
+        for name, group, tokens in (("a layer of Llama", LAYER, 256), ("Llama", LLAMA, 128))
     ),
     MoveSpec("pack int8, 128 tokens of Llama", replace(LLAMA, precision="int8"), True, 1, 128),
     MoveSpec("unpack int8, 128 tokens of Llama", replace(LLAMA, precision="int8"), False, 1, 128),
@@ -99,16 +101,13 @@ def _start(
     to_records: bool,
     *,
     slots: bool,
-    turns: Turns | None,
+    rotation: ResolvedRotation | None,
     config: KernelConfig | None,
 ) -> HostLaunch:
     """Return the launch of a move; see `triton.move`. Without `config`, it has the default."""
-    every = ids if slots else (ids[:, :, None] * pages.tokens + np.arange(pages.tokens)).reshape(len(ids), -1)
-    kind = pages.group.stored
-    row_bytes = kind.page_bytes or kind.channels * kind.item_bytes
-    job = numba.Job.of(pages, records, every, row_bytes, to_records)
-    conversion = numba.Conversion.of(pages.group, turns) if pages.group.precision or turns else None
-    size = len(kind.layers) * pages.heads * every.shape[1] * row_bytes
+    job = numba.Job.of(pages, records, ids if slots else token_slots(ids, pages.tokens), to_records)
+    conversion = numba.Conversion.of(pages.group, rotation)
+    size = len(pages.group.layers) * pages.heads * job.slots.shape[1] * job.row_bytes
     read = [(ctypes.c_uint8 * size).from_address(record) for record in records.tolist() if to_records]
     arguments: dict[str, Any] = {"job": job, "conversion": conversion, "read": read, "owner": pages}
     return HostLaunch(_run, arguments, config or numba.default_config(job))
@@ -119,7 +118,7 @@ def _run(
 ) -> None:
     """Move, then read packed records once, as serving does for their checksums.
 
-    Without the read, writes around the caches would look better than they are.
+    Without the read, writes that bypass the caches would seem faster than they are.
     """
     numba.move(job, conversion, torch.get_num_threads(), owner, host_config(**tiles))
     for record in read:

@@ -1,6 +1,6 @@
 """Pack and unpack for JAX arrays: the functions of `kvkit.kernels.pages.api`, compiled by XLA.
 
-JAX arrays are values with a dtype, so nothing here is written in place and no record is a row of bytes.
+JAX arrays are immutable and typed, so nothing here is written in place and no record is a row of bytes.
 Records are one array [chunks, L, H, T, C] of the pages' dtype or, with a precision, uint8 [chunks, L, H, T,
 C + 4 or 8] with the bytes of the chunks' payloads. Functions return what those of `api` write. Under
 `jax.jit`, with groups and ropes as Python values, donate the pages (`donate_argnums`), and XLA writes them in
@@ -33,7 +33,7 @@ from numpy.typing import NDArray
 
 from kvkit.format.layout import LARGEST, SMALLEST_AMAX, LayerGroup, Precision
 from kvkit.format.rope import Rope
-from kvkit.kernels.checks import Form, LaunchError, check_form
+from kvkit.kernels.checks import ArraySpec, LaunchError, check_array
 from kvkit.kernels.pages import checks
 from kvkit.kernels.traced import operation
 
@@ -67,9 +67,9 @@ def pack(
         LaunchError: an argument does not fit.
         NotImplementedError: a gradient is taken.
     """
-    checked_slots, form = _checked(group, pages, blocks, slots)
+    checked_slots, record_spec = _checked(group, pages, blocks, slots)
     if records is not None:
-        check_form("records", Form.of(records), form)
+        check_array("records", ArraySpec.of(records), record_spec)
     result: jax.Array = _pack(group, pages, checked_slots, records, pinned)
     return result
 
@@ -82,28 +82,32 @@ def unpack(
     blocks: Ids | None = None,
     slots: Ids | None = None,
     rope: Rope | None = None,
-    turns: jax.Array | NDArray[np.float32] | None = None,
+    cos_sin: jax.Array | NDArray[np.float32] | None = None,
 ) -> JaxPages:
     """Return the pages with chunks in them, as `api.unpack` writes them.
 
     Args:
         records: [chunks, L, H, T, C], as `pack` makes them.
-        rope, turns: rotary embedding and float32 rotations of K, [chunks, R] or [chunks, T, R]: `rope.turns`
-            of each chunk's or token's move (with `Rotation.resolve`: turns[row]).
+        rope, cos_sin: rotary embedding and float32 rotations of K, [chunks, R] or [chunks, T, R]:
+            `rope.delta_table` of the change of position of each chunk or token.
 
     The other arguments and the errors are those of `pack`.
     """
-    checked_slots, form = _checked(group, pages, blocks, slots)
-    check_form("records", Form.of(records), form)
-    if (rope is None) != (turns is None):
-        raise LaunchError("rope, turns: give both or neither")
-    if rope is not None and turns is not None:
+    checked_slots, record_spec = _checked(group, pages, blocks, slots)
+    check_array("records", ArraySpec.of(records), record_spec)
+    if (rope is None) != (cos_sin is None):
+        raise LaunchError("rope, cos_sin: give both or neither")
+    if rope is not None and cos_sin is not None:
         checks.check_rotation("rope", group, rope)
-        tokens = form.shape[3]
-        if turns.ndim == 2:
-            turns, tokens = turns[:, None], 1
-        check_form("turns", Form.of(turns), Form((form.shape[0], tokens, rope.channels), "float32"))
-    filled: JaxPages = _unpack(group, pages, records, checked_slots, rope, turns)
+        tokens = record_spec.shape[3]
+        if cos_sin.ndim == 2:
+            cos_sin, tokens = cos_sin[:, None], 1
+        check_array(
+            "cos_sin",
+            ArraySpec.of(cos_sin),
+            ArraySpec((record_spec.shape[0], tokens, rope.channels), "float32"),
+        )
+    filled: JaxPages = _unpack(group, pages, records, checked_slots, rope, cos_sin)
     return filled
 
 
@@ -114,10 +118,10 @@ def quantise(values: jax.Array, k_size: int, to: Precision) -> jax.Array:
     as in the reference, but from other bits.
     """
     codes, scales = [], []
-    for part in (values[..., :k_size], values[..., k_size:]):
-        if not part.shape[-1]:
+    for tensor in (values[..., :k_size], values[..., k_size:]):
+        if not tensor.shape[-1]:
             continue
-        x = part.astype(jnp.float32)
+        x = tensor.astype(jnp.float32)
         amax = jnp.abs(x).max(-1, keepdims=True)
         # XLA would multiply with the reciprocal of a single number, which gives another result
         largest = lax.optimization_barrier(jnp.full_like(amax, LARGEST[to]))  # type: ignore[no-untyped-call]
@@ -162,9 +166,9 @@ def _pack(
 ) -> jax.Array:
     layers = []
     for layer in pages:
-        parts = layer if isinstance(layer, tuple) else (layer,)
-        block, n, keep = where(slots, parts[0])
-        rows = [bits(part)[block, :, n] for part in parts]  # [chunks, T, H, C]
+        tensors = layer if isinstance(layer, tuple) else (layer,)
+        block, n, keep = locate(slots, tensors[0])
+        rows = [bits(tensor)[block, :, n] for tensor in tensors]  # [chunks, T, H, C]
         layers.append(jnp.concatenate(rows, -1).swapaxes(1, 2))
     packed = jnp.stack(layers, 1)  # [chunks, L, H, T, C]
     if group.precision is not None:
@@ -186,7 +190,7 @@ def _unpack(
     records: jax.Array,
     slots: jax.Array,
     rope: Rope | None,
-    turns: jax.Array | None,
+    cos_sin: jax.Array | None,
 ) -> JaxPages:
     dtype, records = jnp.dtype(group.dtype), jax.device_put(records, jax.memory.Space.Device)
     if group.precision is not None:
@@ -197,11 +201,11 @@ def _unpack(
         k, v = raw[..., : group.k_size], raw[..., group.k_size :]
         if rope is not None:
             k = lax.bitcast_convert_type(k, dtype)
-    if rope is not None and turns is not None:
-        k = rotate(k, turns[:, None, None], rope)
+    if rope is not None and cos_sin is not None:
+        k = rotate(k, cos_sin[:, None, None], rope)
     if rope is not None or group.precision is not None:
         k = k.astype(dtype)
-    k, v = (bits(part).swapaxes(2, 3) for part in (k, v))  # [chunks, L, T, H, D]
+    k, v = (bits(tensor).swapaxes(2, 3) for tensor in (k, v))  # [chunks, L, T, H, D]
     out: list[jax.Array | tuple[jax.Array, jax.Array]] = []
     for i, layer in enumerate(pages):
         if isinstance(layer, tuple):
@@ -212,12 +216,12 @@ def _unpack(
 
 
 def bits(x: jax.Array) -> jax.Array:
-    """Return the bytes as unsigned integers of equal width: XLA's copies of floats may change a NaN."""
+    """Return an array's bits as unsigned integers of equal width: XLA's copies of floats may change a NaN."""
     return lax.bitcast_convert_type(x, BITS[x.dtype.itemsize])
 
 
-def where(slots: jax.Array, pages: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Return block and token of each slot, and whether the pages have it; other blocks are beyond them."""
+def locate(slots: jax.Array, pages: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """Return block and token of each slot, and whether the pages have it; if not, its block is B."""
     blocks, _, tokens, _ = pages.shape
     keep = (slots >= 0) & (slots < blocks * tokens)
     return jnp.where(keep, slots // tokens, blocks), slots % tokens, keep
@@ -225,25 +229,25 @@ def where(slots: jax.Array, pages: jax.Array) -> tuple[jax.Array, jax.Array, jax
 
 def scatter(pages: jax.Array, slots: jax.Array, rows: jax.Array) -> jax.Array:
     """Return pages with the bits `rows` [..., H, C] in their slots [...]."""
-    block, n, _ = where(slots, pages)
+    block, n, _ = locate(slots, pages)
 
-    def as_they_are(pages: jax.Array) -> jax.Array:
+    def set_values(pages: jax.Array) -> jax.Array:
         return pages.at[block, :, n].set(lax.bitcast_convert_type(rows, pages.dtype), mode="drop")
 
-    def as_bits(pages: jax.Array) -> jax.Array:
+    def set_bits(pages: jax.Array) -> jax.Array:
         return lax.bitcast_convert_type(bits(pages).at[block, :, n].set(rows, mode="drop"), pages.dtype)
 
     if pages.dtype.itemsize == 4 or jnp.issubdtype(pages.dtype, jnp.integer):
-        return as_they_are(pages)
+        return set_values(pages)
     # on a CPU, XLA would convert all pages to float32 and back: twice the copies, and some NaNs change
-    result: jax.Array = lax.platform_dependent(pages, cpu=as_bits, default=as_they_are)
+    result: jax.Array = lax.platform_dependent(pages, cpu=set_bits, default=set_values)
     return result
 
 
 def _checked(
     group: LayerGroup, pages: JaxPages, blocks: Ids | None, slots: Ids | None
-) -> tuple[jax.Array, Form]:
-    """Check a call; return the slots [chunks, T] that its ids name, and the form of its records."""
+) -> tuple[jax.Array, ArraySpec]:
+    """Check a call; return the slots [chunks, T] that its ids name, and the spec of its records."""
     if group.opaque:
         raise LaunchError("group: opaque pages are an engine's bytes, JAX arrays have none")
     kind = group.stored
@@ -256,7 +260,7 @@ def _checked(
         each = token_slots[:, :, None] * tokens + jnp.arange(tokens, dtype=token_slots.dtype)
         token_slots = jnp.where(known[:, :, None], each, -1).reshape(len(given), given.shape[1] * tokens)
     shape = len(given), len(group.layers), group.kv_heads, token_slots.shape[1], kind.channels
-    return token_slots, Form(shape, kind.dtype)
+    return token_slots, ArraySpec(shape, kind.dtype)
 
 
 def in_range(name: str, ids: Ids, limit: int) -> jax.Array:

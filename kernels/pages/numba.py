@@ -18,9 +18,9 @@ from numpy.typing import NDArray
 
 from kvkit.format.layout import SMALLEST_AMAX, LayerGroup
 from kvkit.kernels.caches import compiled
-from kvkit.kernels.pages.checks import Turns
+from kvkit.kernels.pages.checks import ResolvedRotation
 from kvkit.kernels.pages.memory import Pages
-from kvkit.kernels.tuning.configs import KernelConfig, ProblemBucket, host_config
+from kvkit.kernels.tuning.configs import KernelConfig, ProblemBucket, host_config, power_of_2
 from kvkit.kernels.tuning.tables import best
 
 DTYPES = ("float32", "float16", "bfloat16")
@@ -67,11 +67,9 @@ class Job(NamedTuple):
     rows: int  # (part, token) rows of a piece, which a thread takes at a time
 
     @staticmethod
-    def of(
-        pages: Pages, records: NDArray[np.int64], slots: NDArray[np.int64], row_bytes: int, to_records: bool
-    ) -> Job:
+    def of(pages: Pages, records: NDArray[np.int64], slots: NDArray[np.int64], to_records: bool) -> Job:
         """Make a job; see the fields."""
-        parts, span, heads = pages.table, pages.span, pages.heads
+        parts, span, heads, row_bytes = pages.table, pages.span, pages.heads, pages.group.stored.row_bytes
         size = slots.size * heads * sum(parts[:, 2].tolist())
         rows = max(1, PIECE_BYTES * slots.size * len(parts) // max(1, size))
         runs = _runs(slots, span)
@@ -91,9 +89,11 @@ class Conversion(NamedTuple):
     k_bytes: int  # bytes of K in a row of the pages
 
     @staticmethod
-    def of(group: LayerGroup, turns: Turns | None) -> Conversion:
-        """Make the conversion between pages of `group` and its records, with these rotations."""
-        rope, cos_sin, which = turns or (None, np.empty((0, 0), np.float32), np.empty((0, 0), np.int32))
+    def of(group: LayerGroup, rotation: ResolvedRotation | None) -> Conversion | None:
+        """Make the conversion between pages of `group` and its records; None if bytes are copied."""
+        if rotation is None and group.precision is None:
+            return None
+        rope, cos_sin, which = rotation or (None, np.empty((0, 0), np.float32), np.empty((0, 0), np.int32))
         first, interleaved = (rope.first, rope.interleaved) if rope else (0, False)
         kind, form = DTYPES.index(group.dtype), FORMS.index(group.precision)
         k_bytes = group.k_size * group.item_bytes
@@ -121,7 +121,7 @@ def _config(threads: int, stream: int) -> KernelConfig:
 
 
 def bucket(job: Job, conversion: Conversion | None) -> ProblemBucket:
-    """Return the bucket of a job: equal conversion, about as many bytes, about as many contiguous."""
+    """Return the bucket of a job: jobs of equal conversion, similar bytes and similar contiguous bytes."""
     together, token_stride = int(job.parts[0, 2]), int(job.parts[0, 6])
     if conversion is not None:
         words = DTYPES[conversion.kind], FORMS[conversion.form], "rotated" if conversion.cos_sin.size else ""
@@ -130,7 +130,7 @@ def bucket(job: Job, conversion: Conversion | None) -> ProblemBucket:
         form = "bytes"
         if together == token_stride == job.row_bytes:
             together *= int(job.runs[0, 0])
-    sizes = 1 << (job.bytes - 1).bit_length(), 1 << (together - 1).bit_length()
+    sizes = power_of_2(job.bytes), power_of_2(together)
     return ProblemBucket("pack" if job.to_records else "unpack", form, sizes)
 
 
@@ -165,15 +165,15 @@ def move(
 
 
 def _share(work: Callable[[object], None], threads: int, owners: object) -> None:
-    """Run `work` on `threads` threads, the caller's among them, and wait for all."""
+    """Run `work` on `threads` threads, one of them the caller's, and wait for all."""
     if threads == 1:
         work(owners)
         return
-    others = [_pool(os.getpid(), threads - 1).submit(work, owners) for _ in range(threads - 1)]
+    futures = [_pool(os.getpid(), threads - 1).submit(work, owners) for _ in range(threads - 1)]
     work(owners)
-    for other in others:
-        if not other.cancel():
-            other.result()
+    for future in futures:
+        if not future.cancel():
+            future.result()
 
 
 @functools.cache

@@ -88,7 +88,11 @@ def unpack_ordered(
         layers = np.array([i for i, rope in enumerate(ropes) if rope == common], np.int64)
         turns, first, interleaved = np.empty(0, np.float32), 0, False
         if common is not None and delta:
-            turns, first, interleaved = common.turns(np.array([delta]))[0], common.first, common.interleaved
+            turns, first, interleaved = (
+                common.delta_table(np.array([delta]))[0],
+                common.first,
+                common.interleaved,
+            )
         kind = DTYPES.index(group.dtype)
         offsets = (
             np.ascontiguousarray(k.reshape(-1, channels)),

@@ -1,4 +1,7 @@
-"""Problems that pack and unpack are compiled, tuned and checked with: one for each form that matters."""
+"""Problems that pack and unpack are compiled, tuned and checked with, one for each kind of compiled kernel.
+
+Transfers between a GPU's pages and pinned host memory are tuned too, by size and number of records.
+"""
 
 from __future__ import annotations
 
@@ -10,17 +13,36 @@ from itertools import chain
 import torch
 
 from kvkit.format.layout import LayerGroup
+from kvkit.kernels.pages import streams
 from kvkit.kernels.pages import triton as pages
-from kvkit.kernels.pages.moves import LLAMA, SMOLLM, MoveSpec, model_moves, move_case
-from kvkit.kernels.pages.way_problems import way_problems
-from kvkit.kernels.tuning.cases import INTERLEAVED, LLAMA_ROPE, Problem, Work, rope_of
-from kvkit.kernels.tuning.configs import Launch
+from kvkit.kernels.pages.device import (
+    BUFFER_BYTES,
+    PROGRAM_CHOICES,
+    DeviceMove,
+    best_programs,
+    programs_config,
+    steps,
+    transfer_bucket,
+    untuned_programs,
+)
+from kvkit.kernels.pages.moves import (
+    CHUNK_TOKENS,
+    LLAMA,
+    SMOLLM,
+    MoveSpec,
+    case_of,
+    model_moves,
+    move_case,
+    move_tensors,
+)
+from kvkit.kernels.tuning.cases import INTERLEAVED, LLAMA_ROPE, Case, Problem, Work, rope_of
+from kvkit.kernels.tuning.configs import KernelConfig, Launch, Runnable
 from kvkit.kernels.tuning.shapes import ModelShape
 
 
 def problems() -> Iterator[Problem]:
     """Return all problems, made on the CPU without contents."""
-    return chain(map(move_problem, MOVES), way_problems())
+    return chain(map(move_problem, MOVES), map(transfer_problem, TRANSFERS))
 
 
 def model_problems(shape: ModelShape) -> Iterator[Problem]:
@@ -82,3 +104,66 @@ def move_problem(move: MoveSpec) -> Problem:
         gated=move.gated,
         operation="pack" if move.to_records else "unpack",
     )
+
+
+_LAYER = replace(LLAMA, layers=(0,))
+
+TRANSFERS = tuple(
+    MoveSpec(
+        f"{'pages_to_host' if to_records else 'host_to_pages'}, {records} of "
+        f"{group.chunk_bytes(CHUNK_TOKENS) >> 10} KiB",
+        group,
+        to_records,
+        records,
+        gated=False,  # configurations differ only in how records move
+    )
+    for to_records in (True, False)
+    for group, records in (
+        (LLAMA, 1),  # 32 MiB
+        (LLAMA, 8),
+        (_LAYER, 8),  # 1 MiB
+        (_LAYER, 32),
+        (replace(_LAYER, kv_heads=1), 32),  # 128 KiB
+        (replace(_LAYER, kv_heads=1, k_size=32, v_size=32), 64),  # 32 KiB
+        (replace(_LAYER, kv_heads=1, k_size=16, v_size=16), 128),  # 16 KiB
+    )
+)
+"""Moves of records of several sizes, few and many, between a group's pages and pinned memory."""
+
+
+def transfer_problem(move: MoveSpec) -> Problem:
+    """Make the problem of a transfer, without tensors."""
+    default = untuned_programs(move.record_bytes, move.chunks)
+    moved = 2 * move.chunks * move.record_bytes
+    return Problem(
+        name=move.name,
+        bucket=transfer_bucket(move.record_bytes, move.chunks, move.to_records),
+        kernel=steps,
+        space=tuple(map(programs_config, dict.fromkeys((default, *PROGRAM_CHOICES)))),
+        make=partial(_transfer_case, move),
+        work=lambda config: Work(moved),
+        gated=move.gated,
+        operation="pack" if move.to_records else "unpack",
+    )
+
+
+def _transfer_case(move: MoveSpec, device: torch.device, filled: bool) -> Case:
+    tensors = move_tensors(move, device, filled, pinned=True)
+    records = list(tensors.records)
+    device_move = DeviceMove(tensors.pages, tensors.blocks, False, move.to_records)
+
+    def launches(config: KernelConfig | None) -> tuple[Runnable, ...]:
+        config = config or programs_config(best_programs(move.record_bytes, move.chunks, move.to_records))
+        programs = dict(config.tiles)["PROGRAMS"]
+        addresses = [_address(record, device) if programs else None for record in records]
+        return tuple(steps(device_move, records, addresses, BUFFER_BYTES, programs))
+
+    return case_of(move, tensors, launches)
+
+
+def _address(record: torch.Tensor, device: torch.device) -> int | None:
+    """Return a record's address for kernels; on a CPU, which interprets them, its own address."""
+    if device.type == "cpu":
+        return record.data_ptr()
+    with torch.cuda.device(device):
+        return streams.device_address(record.data_ptr())

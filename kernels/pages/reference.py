@@ -1,4 +1,4 @@
-"""Reference of pack and unpack in plain torch, for any device and dtype; read it first."""
+"""Reference of pack and unpack in plain torch, for any device and dtype: it defines their results."""
 
 from __future__ import annotations
 
@@ -44,12 +44,11 @@ def pack(
         slots: [chunks, T].
     """
     layers, heads = len(group.layers), parts[0].pages.shape[1]
-    row_bytes = group.page_bytes or group.channels * group.item_bytes
     for record, row in zip(records, slots, strict=True):
         keep = torch.from_numpy(np.flatnonzero(row >= 0))  # [K]
-        rows = torch.zeros(layers, heads, len(row), row_bytes, dtype=torch.uint8)
+        rows = torch.zeros(layers, heads, len(row), group.row_bytes, dtype=torch.uint8)
         for part in parts:
-            block, n, span = _where(part, row)
+            block, n, span = _locate(part, row)
             rows[part.layer, :, keep, span] = part.pages[block, :, n].transpose(0, 1).cpu()
         if group.precision is not None:
             rows = quantise(rows.view(getattr(torch, group.dtype)), group.k_size, group.precision)
@@ -72,23 +71,23 @@ def unpack(
     heads = parts[0].pages.shape[1]  # all heads of a record, or a share of them, as if it had more layers
     layers = len(group.layers) * (1 if group.opaque else group.kv_heads // heads)
     dtype: torch.dtype = getattr(torch, group.dtype)
-    turns, token_turns = rotation.resolve(*slots.shape) if rotation else (None, slots)
-    for record, row, turn in zip(records, slots, token_turns, strict=True):
+    cos_sin, cos_sin_rows = rotation.resolve(*slots.shape) if rotation else (None, slots)
+    for record, row, cos_sin_row in zip(records, slots, cos_sin_rows, strict=True):
         keep = torch.from_numpy(np.flatnonzero(row >= 0))  # [K]
         rows = torch.from_numpy(record.copy()).view(layers, heads, len(row), -1)
         if rotation is not None or group.precision is not None:
             k, v, precision = group.k_size, group.v_size, group.precision
             values = rows.view(dtype) if precision is None else dequantise(rows, k, v, precision)
-            if rotation is not None and turns is not None:
-                values = rotate(values, torch.from_numpy(turns[turn]), rotation.rope)  # K comes first in C
+            if rotation is not None and cos_sin is not None:  # K comes first in C
+                values = rotate(values, torch.from_numpy(cos_sin[cos_sin_row]), rotation.rope)
             rows = values.to(dtype).view(torch.uint8)
         for part in parts:
-            block, n, span = _where(part, row)
+            block, n, span = _locate(part, row)
             token_rows = rows[part.layer, :, keep, span].transpose(0, 1)  # [K, H, W]
             part.pages[block, :, n] = token_rows.to(part.pages.device)
 
 
-def _where(part: Part, row: NDArray[np.int64]) -> tuple[torch.Tensor, torch.Tensor, slice]:
+def _locate(part: Part, row: NDArray[np.int64]) -> tuple[torch.Tensor, torch.Tensor, slice]:
     """Return block and token of each slot >= 0, on the pages' device, and the part's bytes of a row."""
     slot = torch.from_numpy(row[row >= 0]).to(part.pages.device)
     tokens, width = part.pages.shape[2:]
@@ -137,7 +136,7 @@ def dequantise(rows: torch.Tensor, k_size: int, v_size: int, to: Precision) -> t
 
 
 def rotate(x: torch.Tensor, cos_sin: torch.Tensor, rope: Rope) -> torch.Tensor:
-    """Rotate the rotary channels of x [..., D] by cos_sin [..., R] (`Rope.table` or `turns`).
+    """Rotate the rotary channels of x [..., D] by cos_sin [..., R] (`Rope.table` or `delta_table`).
 
     Computes in float32 (float64 if x is), rounded once to x's dtype. Other channels stay unchanged.
     """

@@ -26,7 +26,7 @@ from kvkit.kernels.tuning.tables import best
 
 if TYPE_CHECKING:
     from kvkit.format.rope import Rope
-    from kvkit.kernels.pages.checks import Turns
+    from kvkit.kernels.pages.checks import ResolvedRotation
     from kvkit.kernels.pages.memory import Pages
 
 VECTOR_BYTES = 16
@@ -59,7 +59,7 @@ def bucket(launch: Launch) -> ProblemBucket:
     args = launch.arguments
     compiled = (f"{name}={value}" for name, value in args.items() if name.isupper() and name != "INTERPRET")
     rows = len(args["records"]) * args["parts_count"] * args["heads"] * args["tokens"]
-    size = _power_of_2(rows * args["RECORD_ROW"])
+    size = power_of_2(rows * args["RECORD_ROW"])
     return ProblemBucket(launch.kernel.__name__, " ".join(compiled), (size,))
 
 
@@ -70,7 +70,7 @@ def move(
     to_records: bool,
     *,
     slots: bool = False,
-    turns: Turns | None = None,
+    rotation: ResolvedRotation | None = None,
     config: KernelConfig | None = None,
 ) -> Launch:
     """Return the launch that packs (`to_records`) or unpacks. Copies small arrays to the pages' device.
@@ -84,42 +84,42 @@ def move(
             Multiples of the dtype's size if keys are rotated and the group has no precision.
         ids: [chunks, I], blocks or, with `slots`, each token's block * N + index in the block; ids < 0 are
             skipped.
-        turns: rotations of the keys; None: keys are not rotated.
+        rotation: rotation of the keys; None: keys are not rotated.
         config: configuration to use; None: the best known.
     """
-    if pages.group.precision is None and turns is None:
-        kernel_form = _copying(pages, records, to_records)
+    if pages.group.precision is None and rotation is None:
+        choice = _choose_copy(pages, records, to_records)
     elif to_records:
-        kernel_form = _encoding(pages, records)
+        choice = _choose_encode(pages, records)
     else:
-        kernel_form = _decoding(pages, records, None if turns is None else turns.rope)
+        choice = _choose_decode(pages, records, None if rotation is None else rotation.rope)
     if slots:
         blocks, offsets = np.divmod(ids, pages.tokens)
         ids = np.where(ids < 0, -1, blocks << 32 | offsets)
     else:
         ids = np.maximum(ids, -1).astype(np.int32)
-    arrays: dict[str, NDArray[Any]] = {"parts": kernel_form.parts, "records": records, "ids": ids}
-    if turns is not None:
-        arrays |= {"cos_sin": turns.cos_sin, "which": turns.which}
+    arrays: dict[str, NDArray[Any]] = {"parts": choice.parts, "records": records, "ids": ids}
+    if rotation is not None:
+        arrays |= {"cos_sin": rotation.cos_sin, "which": rotation.rows}
     granule = 1 if slots else pages.tokens
     tokens = ids.shape[1] * granule
     arguments = {
-        **kernel_form.constants,
+        **choice.constants,
         **_upload(arrays, pages.device),
-        "parts_count": len(kernel_form.parts),
+        "parts_count": len(choice.parts),
         "heads": pages.heads,
         "tokens": tokens,
         "ids_count": ids.shape[1],
         "GRANULE": granule,
         "SLOTS": slots,
         "PERSISTENT": False,
-        "INTERPRET": not isinstance(kernel_form.kernel, JITFunction),
+        "INTERPRET": not isinstance(choice.kernel, JITFunction),
     }
-    space = configs(kernel_form.kernel.__name__)
-    draft = Launch(kernel_form.kernel, (0,), arguments, space[0])
-    config = config or best(bucket(draft), space[0], space, kernel_form.kernel)
-    tiles = -(-tokens * kernel_form.row_work // max(dict(config.tiles)["TILE"], kernel_form.least))
-    grid = len(records) * tiles, pages.heads, len(kernel_form.parts)
+    space = configs(choice.kernel.__name__)
+    draft = Launch(choice.kernel, (0,), arguments, space[0])
+    config = config or best(bucket(draft), space[0], space, choice.kernel)
+    tiles = -(-tokens * choice.row_work // max(dict(config.tiles)["TILE"], choice.min_tile))
+    grid = len(records) * tiles, pages.heads, len(choice.parts)
     return replace(
         draft, grid=grid, arguments=arguments | {"tiles": tiles, "count": math.prod(grid)}, config=config
     )
@@ -134,17 +134,17 @@ def capped(launch: Launch, programs: int) -> Launch:
     return replace(launch, grid=grid, arguments={**launch.arguments, "PERSISTENT": True})
 
 
-class _Form(NamedTuple):
+class _KernelChoice(NamedTuple):
     """Kernel of a move, with its compile-time arguments."""
 
-    kernel: Any  # one of the three kernels
+    kernel: Any  # copy_rows, decode_rows or encode_rows
     parts: NDArray[np.int64]  # [P, 7], first byte, width and strides in the units of the pages
-    row_work: int  # most of a tile that a row takes
-    least: int  # smallest tile
+    row_work: int  # units of a tile that a row takes at most, see `configs`
+    min_tile: int  # smallest tile
     constants: dict[str, Any]  # compile-time arguments
 
 
-def _copying(pages: Pages, records: NDArray[np.int64], to_records: bool) -> _Form:
+def _choose_copy(pages: Pages, records: NDArray[np.int64], to_records: bool) -> _KernelChoice:
     parts, group = pages.table, pages.group
     row_bytes = group.page_bytes or group.channels * group.item_bytes
     align = _align(parts[:, 1:3], parts[:, 3:], records, row_bytes)
@@ -157,10 +157,10 @@ def _copying(pages: Pages, records: NDArray[np.int64], to_records: bool) -> _For
         "RECORD_ROW": row_bytes // unit,
         "ROW": row,
     }
-    return _Form(copy_rows, _in_units(parts, unit), row, 1, constants)
+    return _KernelChoice(copy_rows, _in_units(parts, unit), row, 1, constants)
 
 
-def _decoding(pages: Pages, records: NDArray[np.int64], rope: Rope | None) -> _Form:
+def _choose_decode(pages: Pages, records: NDArray[np.int64], rope: Rope | None) -> _KernelChoice:
     group, halves = pages.group, pages.halves()
     parts = _in_units(halves, group.item_bytes)
     unit, row_size = group.stored.item_bytes, group.stored.channels
@@ -183,14 +183,14 @@ def _decoding(pages: Pages, records: NDArray[np.int64], rope: Rope | None) -> _F
         "PAIRS": pairs,
         "INTERLEAVED": rope is not None and rope.interleaved,
     }
-    return _Form(decode_rows, parts, row, 1, constants)
+    return _KernelChoice(decode_rows, parts, row, 1, constants)
 
 
-def _encoding(pages: Pages, records: NDArray[np.int64]) -> _Form:
+def _choose_encode(pages: Pages, records: NDArray[np.int64]) -> _KernelChoice:
     group, halves = pages.group, pages.halves()
     assert group.precision is not None
     parts = _in_units(halves, group.item_bytes)
-    row_size, columns = group.stored.channels, _power_of_2(int(parts[:, 2].max()))
+    row_size, columns = group.stored.channels, power_of_2(int(parts[:, 2].max()))
     constants = {
         "DTYPE": group.dtype,
         "FORM": group.precision,
@@ -203,7 +203,7 @@ def _encoding(pages: Pages, records: NDArray[np.int64]) -> _Form:
         "LARGEST": LARGEST[group.precision],
         "SMALLEST": SMALLEST_AMAX,
     }
-    return _Form(encode_rows, parts, columns, columns, constants)
+    return _KernelChoice(encode_rows, parts, columns, columns, constants)
 
 
 def _in_units(parts: NDArray[np.int64], unit: int) -> NDArray[np.int64]:
@@ -218,7 +218,7 @@ def _align(*numbers: NDArray[np.int64] | int) -> int:
     return math.gcd(VECTOR_BYTES, *(int(np.gcd.reduce(np.asarray(n), axis=None)) for n in numbers))
 
 
-def _power_of_2(number: int) -> int:
+def power_of_2(number: int) -> int:
     """Return the smallest power of two that is not less than `number`."""
     return 1 << (number - 1).bit_length()
 

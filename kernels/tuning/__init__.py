@@ -18,22 +18,22 @@ __all__ = [
     "Work",
     "best",
     "different",
-    "far",
     "fill",
     "host_config",
+    "not_close",
     "tools_here",
     "tune",
 ]
 
 if TYPE_CHECKING:
-    from kvkit.kernels.tuning.cases import Case, Problem, Work, different, far, fill
+    from kvkit.kernels.tuning.cases import Case, Problem, Work, different, fill, not_close
     from kvkit.kernels.tuning.configs import HostLaunch, KernelConfig, Launch, ProblemBucket, host_config
     from kvkit.kernels.tuning.devices import tools_here
     from kvkit.kernels.tuning.search import tune
     from kvkit.kernels.tuning.tables import best
 else:
     _HOMES = {
-        **dict.fromkeys(("Case", "Problem", "Work", "different", "far", "fill"), "cases"),
+        **dict.fromkeys(("Case", "Problem", "Work", "different", "not_close", "fill"), "cases"),
         **dict.fromkeys(("HostLaunch", "KernelConfig", "Launch", "ProblemBucket", "host_config"), "configs"),
         "best": "tables",
         "tools_here": "devices",

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from kvkit.format.rope import Rope
-from kvkit.kernels.tuning.configs import KernelConfig, ProblemBucket, Runnable
+from kvkit.kernels.tuning.configs import KernelConfig, ProblemBucket, Runnable, run_all
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,8 +40,7 @@ class Case:
 
     def run(self, config: KernelConfig) -> None:
         """Run the kernels of `config`, on a GPU on the current stream; mutates what they write."""
-        for launch in self.launches(config):
-            launch.run()
+        run_all(self.launches(config))
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -111,7 +110,7 @@ def different(name: str, got: torch.Tensor, want: torch.Tensor) -> str:
     return f"{name}: {count} of {got.numel()} bytes differ" if count else ""
 
 
-def far(name: str, got: torch.Tensor, want: torch.Tensor, relative: float, absolute: float) -> str:
+def not_close(name: str, got: torch.Tensor, want: torch.Tensor, relative: float, absolute: float) -> str:
     """Return how many numbers are off by more than this allows, as text; "" if none. A NaN is off."""
     error = (got.double() - want.double()).abs()
     wrong = ~(error <= absolute + relative * want.double().abs())  # NaN is wrong too

@@ -1,8 +1,8 @@
-"""Compilation and start of kernels: configurations, buckets of problems that share one, launches."""
+"""Launches of kernels: their configurations, and the buckets of problems that share one."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
 
@@ -10,7 +10,7 @@ from kvkit.kernels.caches import use_triton_cache
 
 
 class KernelConfig(NamedTuple):
-    """One way to compile and start a kernel; a host kernel has only tiles, see `host_config`."""
+    """Settings to compile and start a kernel with; a host kernel has only tiles, see `host_config`."""
 
     tiles: tuple[tuple[str, int], ...]  # compile-time sizes, or a host kernel's arguments, by name
     warps: int = 4  # Triton's num_warps; 0: not a Triton kernel
@@ -34,11 +34,22 @@ class ProblemBucket(NamedTuple):
     sizes: tuple[int, ...]  # other sizes, rounded up to powers of two
 
 
+def power_of_2(number: int) -> int:
+    """Return the smallest power of two that is not less than `number`."""
+    return 1 << (number - 1).bit_length()
+
+
 class Runnable(Protocol):
     """Work that is ready to start: a `Launch`, a `HostLaunch` or anything else with `run`."""
 
     def run(self) -> None:
         """Do the work, or start it on the current device and stream; mutates what the kernel writes."""
+
+
+def run_all(launches: Iterable[Runnable]) -> None:
+    """Run launches one after another; mutates what they write."""
+    for launch in launches:
+        launch.run()
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -53,14 +64,14 @@ class Launch:
     def run(self) -> None:
         """Start the kernel on the current device and stream; mutates what the kernel writes."""
         use_triton_cache()
-        self.kernel[self.grid](**self._given())
+        self.kernel[self.grid](**self._kernel_arguments())
 
     def compile(self) -> Any:
         """Compile what `run` would start on Triton's active driver; starts nothing."""
         use_triton_cache()
-        return self.kernel.warmup(grid=self.grid, **self._given())
+        return self.kernel.warmup(grid=self.grid, **self._kernel_arguments())
 
-    def _given(self) -> dict[str, Any]:
+    def _kernel_arguments(self) -> dict[str, Any]:
         options = {"num_warps": self.config.warps, "num_stages": self.config.stages}
         return {**self.arguments, **dict(self.config.tiles), **options}
 

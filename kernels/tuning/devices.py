@@ -23,7 +23,7 @@ from kvkit.kernels.tuning.compiling import (
     survey,
     warm,
 )
-from kvkit.kernels.tuning.configs import KernelConfig, Launch, Runnable
+from kvkit.kernels.tuning.configs import KernelConfig, Launch, Runnable, run_all
 from kvkit.kernels.tuning.gpus import GPUS
 from kvkit.kernels.tuning.problems import every_problem
 from kvkit.kernels.tuning.search import CompileInfo, Late, Measure, Roofline, Tools, TuningError
@@ -123,8 +123,7 @@ def _ready(case: Case, config: KernelConfig) -> tuple[Callable[[], None], tuple[
     """
     try:
         launches = case.launches(config)
-        for launch in launches:  # compiles, which is not possible in a capture
-            launch.run()
+        run_all(launches)  # compiles, which is not possible in a capture
     except Exception as error:  # each stage of Triton's compiler raises its own type, the driver RuntimeError
         raise CompileError(f"{type(error).__name__}: {' '.join(str(error).split())[:300]}") from error
     try:
@@ -132,18 +131,13 @@ def _ready(case: Case, config: KernelConfig) -> tuple[Callable[[], None], tuple[
     except RuntimeError as error:  # this process cannot run anything on this GPU any more
         raise TuningError(f"{config} broke the GPU's context: {error}") from error
     if not all(isinstance(launch, Launch) for launch in launches):
-        return lambda: _run(launches), launches
+        return lambda: run_all(launches), launches
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.stream(torch.cuda.Stream()):  # type: ignore[no-untyped-call]
         graph.capture_begin()
-        _run(launches)
+        run_all(launches)
         graph.capture_end()
     return graph.replay, launches
-
-
-def _run(launches: tuple[Runnable, ...]) -> None:
-    for launch in launches:
-        launch.run()
 
 
 def measured_roof(device: torch.device) -> Roofline:
@@ -192,7 +186,7 @@ def host_timer() -> Callable[[Case], Measure]:
         def ready(config: KernelConfig) -> tuple[Runnable, ...]:
             try:
                 launches = case.launches(config)
-                _run(launches)
+                run_all(launches)
             except Exception as error:  # numba's compiler raises many types
                 raise CompileError(f"{type(error).__name__}: {' '.join(str(error).split())[:300]}") from error
             return launches
@@ -200,7 +194,7 @@ def host_timer() -> Callable[[Case], Measure]:
         def measure(config: KernelConfig) -> float:
             launches = ready(config)
             np.add(flush, 1, out=flush)
-            return _host_seconds(lambda: _run(launches))
+            return _host_seconds(lambda: run_all(launches))
 
         return measure
 

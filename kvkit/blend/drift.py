@@ -76,7 +76,7 @@ class Drift:
         (positions, _, lost), (other_positions, slots, lost_by_others) = self.telling, self.told
         k, v = self.held(pages)
         to_zero, to_position = (
-            torch.from_numpy(rope.turns(deltas))[:, None].to(k.device)
+            torch.from_numpy(rope.delta_table(deltas))[:, None].to(k.device)
             for deltas in (-positions, other_positions)
         )
         of_k = reference.rotate(k.float() - before[0].float(), to_zero, rope)

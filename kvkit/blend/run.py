@@ -39,7 +39,7 @@ from kvkit.blend.methods.registry import named
 from kvkit.blend.plan import BlendError, BlendPlan, Selection, choose, filtered, observed_layers, question_of
 from kvkit.format.rope import Rope
 from kvkit.kernels.attention.api import blend_attention, query_scores, rope_scatter, token_deviation
-from kvkit.kernels.attention.layer import RowTurns, Scoring
+from kvkit.kernels.attention.layer import RowRotations, Scoring
 from kvkit.kernels.attention.rows import Rows
 
 Positions = NDArray[np.int32]
@@ -286,7 +286,7 @@ class _Run:
         drift = self._drift(positions) if look is None else None
         seen = positions if self.sees is None else self.sees(positions)
         rows = self._rows(seen)
-        rotations: dict[Rope, RowTurns] = {}
+        rotations: dict[Rope, RowRotations] = {}
         for layer in layers:
             attention = self.decoder.attention(layer)
             k_pages, v_pages = self.kv.layers[layer]
@@ -352,8 +352,8 @@ class _Run:
     def _embed(self, positions: Positions) -> torch.Tensor:
         return self.decoder.embed(self._tensor(self.tokens[positions].astype(np.int64)))
 
-    def _turns(self, rope: Rope, positions: Positions) -> RowTurns:
-        return RowTurns(rope, self._tensor(rope.table(positions.astype(np.int64))))
+    def _turns(self, rope: Rope, positions: Positions) -> RowRotations:
+        return RowRotations(rope, self._tensor(rope.table(positions.astype(np.int64))))
 
     def _tensor(self, array: NDArray[Any]) -> torch.Tensor:
         return torch.from_numpy(np.ascontiguousarray(array)).to(self.decoder.device)

@@ -192,6 +192,11 @@ class LayerGroup:
         return ITEM_BYTES[self.dtype]
 
     @property
+    def row_bytes(self) -> int:
+        """Bytes of a row: one head of one token; opaque: one page."""
+        return self.page_bytes or self.channels * self.item_bytes
+
+    @property
     def opaque(self) -> bool:
         """True if pages can only be moved whole."""
         return self.page_bytes is not None
@@ -199,7 +204,7 @@ class LayerGroup:
     @property
     def block_bytes(self) -> int:
         """Bytes of one block of one layer."""
-        return self.page_bytes or self.kv_heads * self.block_tokens * self.channels * self.item_bytes
+        return self.row_bytes * (1 if self.opaque else self.kv_heads * self.block_tokens)
 
     @property
     def stored(self) -> LayerGroup:

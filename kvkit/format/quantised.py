@@ -1,9 +1,9 @@
 """Quantised records: records of a tier that keeps KV with fewer bits than it was computed with.
 
-A row of floats is stored as 8-bit codes and float32 scales. In dense KV a row is one head of one token, with one
-scale for K and one for V. In opaque pages a row is `OPAQUE_ROW` adjacent floats, whatever they mean, with one
-scale. A quantised record has its own name (`kvkit.format.names.quantised_name`), and its header states its
-precision, so it is never mistaken for the exact record.
+A row of floats is stored as 8-bit codes and float32 scales. In dense KV a row is one head of one token, with
+one scale for K and one for V. In opaque pages a row is `OPAQUE_ROW` adjacent floats, whatever they mean, with
+one scale. A quantised record has its own name (`kvkit.format.names.quantised_name`), and its header states
+its precision, so it is never mistaken for the exact record.
 """
 
 from __future__ import annotations

@@ -61,7 +61,7 @@ class Rope:
         """
         return (self._cos_sin(positions) * self.scale).astype(np.float32)
 
-    def turns(self, deltas: NDArray[np.int64]) -> NDArray[np.float32]:
+    def delta_table(self, deltas: NDArray[np.int64]) -> NDArray[np.float32]:
         """Return the table of differences of positions, without `scale`: stored keys are scaled already."""
         return self._cos_sin(deltas).astype(np.float32)
 
@@ -87,7 +87,7 @@ class Rotation:
         """Return the kernels' inputs: a table of the distinct deltas, and each token's row in it.
 
         Returns:
-            `Rope.turns` of the distinct deltas, float32 [U, R], and rows, int32 [chunks, T].
+            `Rope.delta_table` of the distinct deltas, float32 [U, R], and rows, int32 [chunks, T].
 
         Raises:
             RopeError: `delta` has another shape or dtype.
@@ -101,4 +101,4 @@ class Rotation:
         distinct, row = np.unique(delta, return_inverse=True)
         row_ids = row.reshape(delta.shape if delta.ndim == 2 else (chunks, 1))
         rows = np.broadcast_to(row_ids, (chunks, tokens))
-        return self.rope.turns(distinct), np.ascontiguousarray(rows, np.int32)
+        return self.rope.delta_table(distinct), np.ascontiguousarray(rows, np.int32)

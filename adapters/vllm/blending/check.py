@@ -234,7 +234,8 @@ def _placed(rope: Rope, size: int) -> list[Rope]:
 def _turned(keys: torch.Tensor, rope: Rope | None, distance: int) -> torch.Tensor:
     if rope is None:
         return keys
-    return rotate(keys, torch.from_numpy(rope.turns(np.array([distance], np.int64))).to(keys.device), rope)
+    cos_sin = torch.from_numpy(rope.delta_table(np.array([distance], np.int64)))
+    return rotate(keys, cos_sin.to(keys.device), rope)
 
 
 def _ropes(model: Any) -> Iterator[Rope]:

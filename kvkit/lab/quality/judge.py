@@ -228,7 +228,7 @@ class Judge(MeasuredModel):
             single_kv = GrowingCache(self.layout, len(ids), self.decoder.device)
             self.logits(ids, single_kv)
             shifts = np.repeat([0, start - lead], [lead, stop - start])
-            rotations = torch.from_numpy(self.decoder.rope.turns(shifts)).to(self.decoder.device)
+            rotations = torch.from_numpy(self.decoder.rope.delta_table(shifts)).to(self.decoder.device)
             positions = torch.from_numpy(np.r_[:lead, start:stop]).to(self.decoder.device)
             for target, source in zip(document_kv.layers, single_kv.layers, strict=True):
                 target.room_k[:, :, positions] = reference.rotate(source.room_k, rotations, self.decoder.rope)
