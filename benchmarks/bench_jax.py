@@ -15,8 +15,7 @@ import torch
 from kvkit.format.layout import LayerGroup
 from kvkit.kernels.attention import api as attention
 from kvkit.kernels.attention import jax as attention_jax
-from kvkit.kernels.attention.layer import Scoring
-from kvkit.kernels.attention.requests import Requests
+from kvkit.kernels.attention.layer import Requests, Scoring
 from kvkit.kernels.attention.rows import Rows
 from kvkit.kernels.pages import api
 from kvkit.kernels.pages import jax as pages_jax

@@ -15,7 +15,7 @@ import torch
 from kvkit.kernels.pages.host_problems import MOVES, problem_of
 from kvkit.kernels.tuning.cases import Case
 from kvkit.kernels.tuning.configs import KernelConfig
-from kvkit.kernels.tuning.devices import host_roof, host_timer
+from kvkit.kernels.tuning.devices import host_roofline, host_timer
 from kvkit.kernels.tuning.search import Roofline, search
 from timing import interleaved, ratio
 
@@ -32,21 +32,21 @@ def _torch_threads() -> Iterator[None]:
 
 
 @pytest.fixture(scope="module")
-def roof() -> Roofline:
-    return host_roof()
+def roofline() -> Roofline:
+    return host_roofline()
 
 
-def found(name: str, roof: Roofline | None) -> tuple[Case, KernelConfig, KernelConfig, int]:
+def found(name: str, roofline: Roofline | None) -> tuple[Case, KernelConfig, KernelConfig, int]:
     """A problem's case, its default, what a search finds (without a roof the last there is), bytes moved."""
     move = next(move for move in MOVES if move.name == name)
-    if roof is None:
+    if roofline is None:
         move = replace(move, group=replace(move.group, layers=(0,)), chunks=1)
     problem = problem_of(move)
     case, default = problem.make(torch.device("cpu"), True), problem.space[0]
     moved = problem.work(default).moved_bytes
-    if roof is None:
+    if roofline is None:
         return case, default, problem.space[-1], moved
-    tuned, _ = search(problem, case, host_timer()(case), {}, roof)
+    tuned, _ = search(problem, case, host_timer()(case), {}, roofline)
     assert tuned is not None
     return case, default, tuned.config, moved
 
@@ -59,7 +59,9 @@ def test_tuned(benchmark: Any, request: pytest.FixtureRequest, name: str) -> Non
     are read and written. Where the tuned one is the default, its ratio shows how noisy the machine is: quote
     none where that is far from 1.
     """
-    case, default, tuned, moved = found(name, request.getfixturevalue("roof") if benchmark.enabled else None)
+    case, default, tuned, moved = found(
+        name, request.getfixturevalue("roofline") if benchmark.enabled else None
+    )
     source = torch.ones(moved // 2, dtype=torch.uint8)
     target = torch.zeros_like(source)
     other_memory = np.zeros(OTHER_BYTES // 8 if benchmark.enabled else 1)

@@ -77,7 +77,6 @@ API = (
     "kernels.pages.jax",
     "kernels.attention.api",
     "kernels.attention.rows",
-    "kernels.attention.requests",
     "kernels.attention.layer",
     "kernels.attention.reference",
     "kernels.attention.jax",

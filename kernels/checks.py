@@ -1,4 +1,4 @@
-"""Checks that all operations share: the form of an array of any library, and the error."""
+"""Checks that all operations share, for tensors and JAX arrays, and their error."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class ArraySpec(NamedTuple):
 
     @staticmethod
     def of(x: Any) -> ArraySpec:
-        """Return the form of a tensor, or of any other object with a shape and a dtype."""
+        """Return the spec of a tensor, or of any other object with a shape and a dtype."""
         dtype = str(x.dtype).removeprefix("torch.")
         if not callable(getattr(x, "stride", None)):
             return ArraySpec(tuple(x.shape), dtype)

@@ -17,8 +17,7 @@ from jax_plain import H100, TRITON_CALL, nvidia, problem
 from kvkit.format.layout import LayerGroup, Precision
 from kvkit.format.rope import Rope
 from kvkit.kernels.attention import jax as attention
-from kvkit.kernels.attention.layer import RowRotations, Scoring
-from kvkit.kernels.attention.requests import Requests
+from kvkit.kernels.attention.layer import Requests, RowRotations, Scoring
 from kvkit.kernels.checks import LaunchError
 from kvkit.kernels.pages import jax as pages
 from kvkit.kernels.traced import vary, varying

@@ -12,8 +12,7 @@ import numpy as np
 from jax.sharding import AbstractDevice, AbstractMesh
 from numpy.typing import NDArray
 
-from kvkit.kernels.attention.layer import Scoring
-from kvkit.kernels.attention.requests import Requests
+from kvkit.kernels.attention.layer import Requests, Scoring
 
 TRITON_CALL = "__gpu$xla.gpu.triton"
 H100 = AbstractDevice("NVIDIA H100 80GB HBM3", None, "cuda")

@@ -41,8 +41,7 @@ from kvkit.format.rope import Rope
 from kvkit.kernels.attention import jax as attention
 from kvkit.kernels.attention import pallas
 from kvkit.kernels.attention import reference as meaning
-from kvkit.kernels.attention.layer import RowRotations, Scoring
-from kvkit.kernels.attention.requests import Requests
+from kvkit.kernels.attention.layer import Requests, RowRotations, Scoring
 from kvkit.kernels.attention.rows import Rows
 from kvkit.kernels.checks import LaunchError
 from kvkit.kernels.pages import jax as kernels

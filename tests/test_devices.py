@@ -17,7 +17,7 @@ from kvkit.environment import host_name
 from kvkit.kernels.tuning.cases import Case, Problem, Work
 from kvkit.kernels.tuning.compiling import CompileError, compile_pool, survey
 from kvkit.kernels.tuning.configs import HostLaunch, KernelConfig, ProblemBucket, Runnable, host_config
-from kvkit.kernels.tuning.devices import host_timer, look_at, tools_here
+from kvkit.kernels.tuning.devices import compile_space, host_timer, tools_here
 from kvkit.kernels.tuning.search import Roofline, Tools, tune
 
 FEW, MANY, REFUSED = (host_config(times=times) for times in (2000, 1, 0))
@@ -85,7 +85,7 @@ def looked_at() -> tuple[Problem, ...]:
 def test_the_compilers_word() -> None:
     """A kernel without a loop has no stages: equal code. What Triton refuses says so."""
     with compile_pool(1) as pool:
-        look = partial(look_at, pool, looked_at, "sm_90", looked_at()[0])
+        look = partial(compile_space, pool, looked_at, "sm_90", looked_at()[0])
         found, none = look(lambda: False), look(lambda: True)
     two, three = (found[config] for config in STAGES)
     assert two == three
@@ -131,9 +131,15 @@ def test_time_and_a_pool_end_amid_a_compilation(tmp_path: Path, monkeypatch: pyt
 
 def test_a_gpu_has_its_own_default(tmp_path: Path) -> None:
     amd = replace(scale_problem(), space=SPACE[:3], defaults={"gfx942": SPACE[2]})
-    cpu, roof = torch.device("cpu"), Roofline(1e30, 1e30)
+    cpu, peak = torch.device("cpu"), Roofline(1e30, 1e30)
     tools = Tools(
-        "MI300", cpu, lambda problem, late: {}, lambda case: lambda config: 1.0, roof, lambda: 0.0, "gfx942"
+        "MI300",
+        cpu,
+        lambda problem, late: {},
+        lambda case: lambda config: 1.0,
+        peak,
+        lambda: 0.0,
+        "gfx942",
     )
     (step,) = tune([amd], tmp_path, tools)
     assert [trial.config for trial in step.trials] == [SPACE[2], SPACE[0], SPACE[1]]

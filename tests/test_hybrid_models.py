@@ -150,7 +150,7 @@ def test_reset_leaves_nothing_and_crop_is_refused(kind: str) -> None:
     assert kv.length == 40
     kv.reset()
     assert kv.length == 0
-    assert all((pages.blocks == -1).all() for pages in kv.places(40) if pages.blocks is not None)
+    assert all((pages.blocks == -1).all() for pages in kv.sequence_pages(40) if pages.blocks is not None)
     assert torch.equal(extend(net, tokens, kv), want)
 
 
@@ -173,7 +173,7 @@ def test_snapshots_touch_no_others() -> None:
     kept = []
     for chunk in range(1, 6):
         forward(net, prompt(CHUNK, seed=chunk), kv)
-        snapshots.keep(chunk)
+        snapshots.save(chunk)
         kept.append([layer.recurrent_states[0].clone() for layer in kv.layers])
         pages = snapshots.pages(6)[0]
         assert pages.blocks is not None

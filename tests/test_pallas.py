@@ -15,8 +15,7 @@ from jaxlib.triton import dialect
 from triton.backends.compiler import GPUTarget
 
 from kvkit.kernels.attention import pallas
-from kvkit.kernels.attention.layer import Scoring
-from kvkit.kernels.attention.requests import Requests
+from kvkit.kernels.attention.layer import Requests, Scoring
 from kvkit.kernels.tuning.assembly import read_nvidia
 from kvkit.kernels.tuning.gpus import GPUS
 

@@ -16,8 +16,7 @@ from jax_plain import EMULATED, Problem, attention, problem
 
 from kvkit.kernels.attention import jax as functions
 from kvkit.kernels.attention import pallas_tpu
-from kvkit.kernels.attention.layer import Scoring
-from kvkit.kernels.attention.requests import Requests
+from kvkit.kernels.attention.layer import Requests, Scoring
 
 TPU_CALL = "tpu_custom_call"
 

@@ -59,13 +59,13 @@ class Times:
 def find(
     times: Mapping[KernelConfig, float],
     flaws: Mapping[KernelConfig, str] | None = None,
-    roof: Roofline = FREE,
+    roofline: Roofline = FREE,
     problem: Problem | None = None,
 ) -> tuple[Tuned | None, dict[KernelConfig, str], Times]:
     problem = problem or scale_problem()
     measure = Times(times)
     look = {config: CompileInfo(rejection) for config, rejection in (flaws or {}).items()}
-    tuned, trials = search(problem, problem.make(DEVICE, True), measure, look, roof)
+    tuned, trials = search(problem, problem.make(DEVICE, True), measure, look, roofline)
     assert [trial.config for trial in trials] == list(problem.space)
     return tuned, {trial.config: trial.outcome for trial in trials}, measure
 
@@ -124,7 +124,7 @@ def test_flawed_ones_are_not_run_except_the_default() -> None:
 def test_what_cannot_win_at_the_roof_is_not_run() -> None:
     # the toy's flops are its BLOCK: at 1 flop/s and OPTIMISM 1.25 the bound of 2048 is 1638 s
     tuned, outcome, measure = find(
-        seconds(default=1000.0, small=900.0, middle=950.0, wrong=5e3, large=1.0), roof=Roofline(1e30, 1.0)
+        seconds(default=1000.0, small=900.0, middle=950.0, wrong=5e3, large=1.0), roofline=Roofline(1e30, 1.0)
     )
     assert tuned is not None
     assert tuned.config == SMALL
@@ -138,7 +138,7 @@ def test_a_roof_that_is_too_low_keeps_nothing_from_being_run(tmp_path: Path) -> 
     assert low.refuted_by(Work(0, 100), 79.0)
     assert not low.refuted_by(Work(0, 100), 81.0)
     times = seconds(default=1000.0, small=900.0, middle=1.0, wrong=5e3, large=0.5)
-    tuned, outcome, measure = find(times, roof=low)
+    tuned, outcome, measure = find(times, roofline=low)
     order = list(dict.fromkeys(measure.calls))
     assert order.index(LARGE) > order.index(MIDDLE), "it was left out until the roof was refuted"
     assert tuned is not None
@@ -146,7 +146,7 @@ def test_a_roof_that_is_too_low_keeps_nothing_from_being_run(tmp_path: Path) -> 
     assert not any("at the roofline" in why for why in outcome.values())
     slow = seconds(default=1000.0, small=900.0, middle=950.0, wrong=5e3, large=1700.0)
     timers = iter([Times(slow), Times(times), Times(slow)])
-    given = replace(tools(), timer=lambda case: next(timers), roof=low)
+    given = replace(tools(), timer=lambda case: next(timers), roofline=low)
     steps = tune(PROBLEMS, tmp_path, given)
     out = [[t.config for t in step.trials if "at the roofline" in t.outcome] for step in steps]
     assert out == [[LARGE], [], []], "of the next problem neither"
@@ -319,7 +319,7 @@ def test_the_look_takes_half_of_the_time_and_the_nearest_to_the_default_come_fir
                 break
         return dict.fromkeys(looked, CompileInfo())
 
-    few = replace(timed(clock, 1), look=look)
+    few = replace(timed(clock, 1), compile_space=look)
     (step,) = tune(PROBLEMS[:1], tmp_path, few, problem_s=40)
     assert looked == [DEFAULT, MIDDLE]
     assert [trial.config for trial in step.trials] == list(SPACE)

@@ -16,7 +16,7 @@ import numpy as np
 import torch
 
 from kvkit.adapters.engine.lookup_request import TokenIds
-from kvkit.adapters.huggingface.cached import CachedModel, OverCache
+from kvkit.adapters.huggingface.cached import CachedModel, CacheOwner
 from kvkit.adapters.huggingface.fingerprint import model_fingerprint
 from kvkit.adapters.huggingface.growing import GrowingCache
 from kvkit.adapters.huggingface.probe import probe_layout
@@ -54,11 +54,13 @@ class HuggingFaceDecoder:
         self.kind = str(config.model_type)
         self.model = model
         self.base = model.get_decoder() if hasattr(model, "get_decoder") else model.model
-        self._want(self.base, "layers", "norm", "embed_tokens", "rotary_emb")
+        self._require_attributes(self.base, "layers", "norm", "embed_tokens", "rotary_emb")
         block = self.base.layers[0]
-        self._want(block, "self_attn", "mlp", "input_layernorm", "post_attention_layernorm")
-        self._want(block.self_attn, "q_proj", "k_proj", "v_proj", "o_proj", "head_dim", "scaling")
-        self._want(self.base.rotary_emb, "inv_freq")
+        self._require_attributes(block, "self_attn", "mlp", "input_layernorm", "post_attention_layernorm")
+        self._require_attributes(
+            block.self_attn, "q_proj", "k_proj", "v_proj", "o_proj", "head_dim", "scaling"
+        )
+        self._require_attributes(self.base.rotary_emb, "inv_freq")
         if getattr(config, "num_kv_shared_layers", None):
             raise BlendError(f"model type {self.kind!r}: its layers share KV, which cannot be blended")
         self.layers = len(self.base.layers)
@@ -94,7 +96,7 @@ class HuggingFaceDecoder:
     def logits(self, h: torch.Tensor) -> torch.Tensor:
         return cast(torch.Tensor, self.model.get_output_embeddings()(self.base.norm(h)))
 
-    def _want(self, module: Any, *names: str) -> None:
+    def _require_attributes(self, module: Any, *names: str) -> None:
         for name in names:
             if not hasattr(module, name):
                 reason = f"{type(module).__name__} lacks {name}, not Llama-like"
@@ -146,7 +148,7 @@ class BlendedPrefill:
     Attributes:
         logits: logits of the last token, [V].
         kv: the model's cache (`past_key_values`). Do not store it: a full prefill computes other KV.
-        plan: which KV was found, and whether it is exact.
+        plan: plan of the blend: the KV that was found, and whether it is exact.
         prefix_tokens: leading tokens loaded unchanged.
         reused_tokens: tokens of documents loaded from the cache, including the selected ones.
         computed_tokens: tokens without KV, including the question.
@@ -164,7 +166,7 @@ class BlendedPrefill:
     row_layers: int
 
 
-class BlendedModel(OverCache):
+class BlendedModel(CacheOwner):
     """A `CachedModel` for prompts with documents that were computed elsewhere.
 
     Documents are stored as separate sequences in a separate namespace. Keys are hashes of tokens, and every
@@ -173,7 +175,7 @@ class BlendedModel(OverCache):
 
     Args:
         cached: the model with its cache.
-        selection: how to choose the tokens to recompute.
+        selection: method and share of the tokens to recompute.
         unchecked: blend even if `kvkit doctor --blend` has not measured this model.
         auxiliary: reader for methods that need one, such as an `AuxiliaryModel`.
 
@@ -241,7 +243,7 @@ class BlendedModel(OverCache):
         kv.load(self.cache, ids, self.namespace, policy)
         if kv.length < len(ids):
             forward(self.cached.model, ids[kv.length :], kv)
-        return self.cache.store(ids[: kv.exact], kv.places(kv.exact), self.namespace, policy=policy)
+        return self.cache.store(ids[: kv.exact], kv.sequence_pages(kv.exact), self.namespace, policy=policy)
 
     @torch.inference_mode()
     def prefill(
@@ -259,7 +261,7 @@ class BlendedModel(OverCache):
             tokens: int32 [T], the prompt.
             documents: (start, stop) of every document to look up, ascending and disjoint. None: the pieces
                 that `kvkit.blend.plan.split` cuts the prompt into; documents must then have been precomputed
-                in such pieces.
+                in these pieces.
             prefix: tokens after which the documents were precomputed.
             room: further tokens that fit before the KV must be copied to larger memory.
             policy: request policy of the lookups; `max_load_tokens` limits the prompt's prefix and each
@@ -324,16 +326,12 @@ class BlendedModel(OverCache):
         slots = np.arange(hit.tokens, dtype=np.int64) - first + start
         slots[: min(first, hit.tokens)] = -1
         slots[slots < exact] = -1
-        pages = [SequencePages(group_pages.pages, slots=slots) for group_pages in kv.places(0)]
+        pages = [SequencePages(group_pages.pages, slots=slots) for group_pages in kv.sequence_pages(0)]
         chunks = hit.tokens // self.namespace.chunk_tokens
         rotate = Rotation(self.decoder.rope, np.full(chunks, start - first, np.int64))
         loaded = self.cache.load(hit, pages, rotate if start != first else None).tokens
-        return Span(
-            start,
-            max(start, start + loaded - first),
-            first,
-            exact=first == start and np.array_equal(prefix_ids, ids[:start]),
-        )
+        is_exact = first == start and np.array_equal(prefix_ids, ids[:start])
+        return Span(start, max(start, start + loaded - first), first, exact=is_exact)
 
 
 def document_namespace(namespace: Namespace) -> Namespace:

@@ -65,8 +65,8 @@ class Generation:
     stored: Stored | None
 
 
-class OverCache:
-    """A model over a cache; a context manager that closes the cache."""
+class CacheOwner:
+    """The owner of a cache, or of none: a context manager that closes the cache."""
 
     cache: Cache | None
 
@@ -87,7 +87,7 @@ class OverCache:
         self.close()
 
 
-class CachedModel(OverCache):
+class CachedModel(CacheOwner):
     """A decoder-only model that prefills from a kvkit cache and stores to it. One sequence at a time.
 
     Methods with a `policy`, the request policy, raise PolicyError if it names a tier that does not exist.
@@ -190,15 +190,15 @@ class CachedModel(OverCache):
     ) -> Stored | None:
         """Store the whole chunks of the first `kv.exact` of `tokens`; None without a cache.
 
-        Of states, it stores the snapshots that `prefill` and `generate` kept at the ends of chunks.
+        Snapshots of states that `prefill` and `generate` saved at the ends of chunks are stored too.
         """
         if self.cache is None:
             return None
-        return self.cache.store(as_tokens(tokens)[: kv.exact], kv.places(kv.exact), policy=policy)
+        return self.cache.store(as_tokens(tokens)[: kv.exact], kv.sequence_pages(kv.exact), policy=policy)
 
 
 def _name(model: Any) -> str:
-    """Return the model's name on the hub, or the last part of its folder's path.
+    """Return the model's name on the hub, or the name of its folder.
 
     Machines that keep the model in different places then share its KV.
     """

@@ -1,4 +1,4 @@
-"""A fingerprint of everything that decides a Hugging Face model's KV: its weights and its config."""
+"""The fingerprint of a Hugging Face model: all that its KV depends on, which is its weights and config."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ import xxhash
 from kvkit.adapters.huggingface.configs import described, stable_json
 from kvkit.settings import ConfigError
 
-_PIECE = 1 << 24
-"""Elements of a tensor hashed at a time."""
+_PIECE_ELEMENTS = 1 << 24
+"""Elements of a tensor that are hashed at a time."""
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks")
 _BOOKKEEPING = ("_parameters", "_buffers", "_modules")
 """Attributes of every module that `named_parameters` and similar methods cover."""
@@ -35,8 +35,8 @@ def model_fingerprint(model: Any) -> str:
     for name, module in model.named_modules():
         _check_module(name or "model", module)
     digest = hashlib.blake2b(digest_size=16)
-    for name, value in sorted(_held(model), key=lambda entry: entry[0]):
-        digest.update(json.dumps([name, *_told(name, value)]).encode())
+    for name, value in sorted(_weights(model), key=lambda entry: entry[0]):
+        digest.update(json.dumps([name, *_describe(name, value)]).encode())
     digest.update(stable_json(described(model.config)))
     return digest.hexdigest()
 
@@ -57,8 +57,8 @@ def _check_module(name: str, module: torch.nn.Module) -> None:
         )
 
 
-def _held(model: torch.nn.Module) -> Iterator[tuple[str, Any]]:
-    """Yield the name and value of everything that holds weights, parameters and buffers first."""
+def _weights(model: torch.nn.Module) -> Iterator[tuple[str, Any]]:
+    """Yield name and value of all weights of a model: parameters and buffers first, then others."""
     tensors = {**dict(model.named_parameters()), **dict(model.named_buffers())}
     yield from tensors.items()
     seen = {id(tensor) for tensor in tensors.values()}
@@ -79,34 +79,34 @@ def _has_weights(value: Any) -> bool:
     return isinstance(value, (torch.Tensor, np.ndarray, torch.ScriptObject))
 
 
-def _told(name: str, value: Any) -> list[Any]:
+def _describe(name: str, value: Any) -> list[Any]:
     """Return a JSON-compatible description that differs between different values.
 
     Raises:
         ConfigError: the value's bytes cannot be read.
     """
     if isinstance(value, torch.Tensor):
-        return _told_tensor(name, value)
+        return _describe_tensor(name, value)
     if isinstance(value, np.ndarray):
-        return _told_tensor(name, torch.from_numpy(np.ascontiguousarray(value)))
+        return _describe_tensor(name, torch.from_numpy(np.ascontiguousarray(value)))
     if isinstance(value, dict):
-        return ["dict", *([str(key), *_told(f"{name}.{key}", item)] for key, item in value.items())]
+        return ["dict", *([str(key), *_describe(f"{name}.{key}", item)] for key, item in value.items())]
     if isinstance(value, (list, tuple)):
-        return ["list", *(_told(f"{name}.{i}", item) for i, item in enumerate(value))]
+        return ["list", *(_describe(f"{name}.{i}", item) for i, item in enumerate(value))]
     if isinstance(value, torch.ScriptObject):
         try:
-            return ["object", *_told(name, value.__getstate__())]
+            return ["object", *_describe(name, value.__getstate__())]
         except RuntimeError as error:
-            raise _unseen(name, value) from error
+            raise _unreadable(name, value) from error
     if value is None or isinstance(value, (bool, int, float, str, torch.dtype)):
         return [str(value)]
     if isinstance(value, (bytes, bytearray)):
         return [xxhash.xxh3_128_hexdigest(value)]
-    raise _unseen(name, value)
+    raise _unreadable(name, value)
 
 
-def _told_tensor(name: str, tensor: torch.Tensor) -> list[Any]:
-    """Describe a tensor by a hash of its bytes; a composite one by its parts and their combination."""
+def _describe_tensor(name: str, tensor: torch.Tensor) -> list[Any]:
+    """Describe a tensor by a hash of its bytes; a composite one by its inner tensors."""
     if tensor.is_meta:
         raise ConfigError(
             f"model: {name} is offloaded (on the device 'meta'): its weights cannot be seen; want a model "
@@ -115,7 +115,7 @@ def _told_tensor(name: str, tensor: torch.Tensor) -> list[Any]:
     kind = [list(tensor.shape), str(tensor.dtype)]
     if hasattr(tensor, "__tensor_flatten__"):
         names, context = tensor.__tensor_flatten__()
-        inner = [_told(f"{name}.{inner_name}", getattr(tensor, inner_name)) for inner_name in names]
+        inner = [_describe(f"{name}.{inner_name}", getattr(tensor, inner_name)) for inner_name in names]
         return [*kind, type(tensor).__name__, str(context), *inner]
     if tensor.is_quantized:
         scheme = str(tensor.qscheme())
@@ -124,19 +124,19 @@ def _told_tensor(name: str, tensor: torch.Tensor) -> list[Any]:
             if "channel" in scheme
             else (tensor.q_scale(), tensor.q_zero_point())
         )
-        return [*kind, scheme, _told(name, scales), *_told_tensor(name, tensor.int_repr())]
+        return [*kind, scheme, _describe(name, scales), *_describe_tensor(name, tensor.int_repr())]
     if tensor.layout != torch.strided:
-        raise _unseen(name, tensor)
+        raise _unreadable(name, tensor)
     digest = xxhash.xxh3_128()
     try:
-        for piece in torch.split(tensor.detach().reshape(-1), _PIECE):
-            digest.update(piece.contiguous().cpu().view(torch.uint8).numpy().data)
+        for elements in torch.split(tensor.detach().reshape(-1), _PIECE_ELEMENTS):
+            digest.update(elements.contiguous().cpu().view(torch.uint8).numpy().data)
     except (RuntimeError, TypeError, NotImplementedError) as error:
-        raise _unseen(name, tensor) from error
+        raise _unreadable(name, tensor) from error
     return [*kind, digest.hexdigest()]
 
 
-def _unseen(name: str, value: Any) -> ConfigError:
+def _unreadable(name: str, value: Any) -> ConfigError:
     return ConfigError(
         f"model: {name} is a {type(value).__name__}, whose weights cannot be seen: two models would look "
         "alike; want weights in parameters, buffers or state_dict()"

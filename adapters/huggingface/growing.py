@@ -163,26 +163,26 @@ class GrowingCache(transformers.Cache):  # type: ignore[misc]  # transformers is
         for layer in self._attention:
             layer.length = tokens
 
-    def stops(self, tokens: int) -> list[int]:
-        """Return where steps must end to compute `tokens` more tokens, as ascending counts up to `tokens`.
+    def step_ends(self, tokens: int) -> list[int]:
+        """Return the ends of the steps that compute `tokens` more tokens: ascending counts up to `tokens`.
 
-        With states, a step also ends with the last chunk before the last token: the same prompt can then
-        continue from there.
+        With states, a step also ends at the last end of a chunk before the last token: the same prompt can
+        then continue from the states at that token.
         """
         chunk = self._snapshots.chunk_tokens
         last = (self.length + tokens - 1) // chunk * chunk - self.length if chunk else 0
         return [last, tokens] if 0 < last < tokens else [tokens]
 
-    def keep_states(self) -> None:
-        """Keep the current states, if there are any and a chunk ends here. Mutates the snapshots."""
+    def save_states(self) -> None:
+        """Save the current states, if there are any and a chunk ends here. Mutates the snapshots."""
         chunk = self._snapshots.chunk_tokens
         if chunk and self.length and not self.length % chunk:
-            self._snapshots.keep(self.length // chunk)
+            self._snapshots.save(self.length // chunk)
 
     def reset(self) -> None:
         """Drop all tokens and snapshots. Mutates every layer."""
         super().reset()
-        self._snapshots.forget()
+        self._snapshots.clear()
 
     def crop(self, tokens_to_remove: int) -> None:
         """Drop the last `-tokens_to_remove` tokens; if positive, keep that many. Mutates every layer.
@@ -206,24 +206,24 @@ class GrowingCache(transformers.Cache):  # type: ignore[misc]  # transformers is
         self,
         cache: Cache,
         tokens: TokenIds,
-        space: Namespace | None = None,
+        namespace: Namespace | None = None,
         policy: RequestPolicy = DEFAULT_REQUEST_POLICY,
     ) -> Loaded:
         """Load the cached KV of the leading `tokens`, int32 [T]. Mutates every layer."""
-        hit = cache.lookup(tokens, space, policy=policy)
+        hit = cache.lookup(tokens, namespace, policy=policy)
         chunks = hit.tokens // hit.chunks.chunk_tokens
-        self._snapshots.forget()
-        self._snapshots.make_room(chunks)
-        loaded = cache.load(hit, self.places(hit.tokens))
+        self._snapshots.clear()
+        self._snapshots.reserve(chunks)
+        loaded = cache.load(hit, self.sequence_pages(hit.tokens))
         self.mark_filled(loaded.tokens)
         if not loaded.tokens:
-            self._snapshots.forget()
+            self._snapshots.clear()
         elif self._snapshots.chunk_tokens:
             self._snapshots.restore(loaded.tokens // hit.chunks.chunk_tokens)
         self.approximate_from = loaded.approximate_from
         return loaded
 
-    def places(self, tokens: int) -> list[SequencePages]:
+    def sequence_pages(self, tokens: int) -> list[SequencePages]:
         """Return the pages of the first `tokens` tokens: the room is one block, so a slot is a position.
 
         States have pages only for the ends of chunks at which they were kept.

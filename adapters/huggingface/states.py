@@ -105,15 +105,15 @@ class Snapshots:
         self._states = states_of(layout)
         self._layers = layers
         self._device = device
-        self._slots: dict[int, int] = {}  # by number of chunks up to the snapshot
+        self._slots: dict[int, int] = {}  # slot in the pools by number of chunks up to the snapshot
         self._pools = self._new_pools(1)
         self.chunk_tokens = self._groups[0].block_tokens if self._groups else 0
 
-    def keep(self, chunks: int) -> None:
+    def save(self, chunks: int) -> None:
         """Copy the layers' states, which are those after `chunks` chunks. Mutates the pages."""
         slot = self._slot(chunks)
         for layer, page in self._pages(slot):
-            for tensor, stored in self._parts(layer, page):
+            for tensor, stored in self._tensor_views(layer, page):
                 value = getattr(self._layers[layer], f"{tensor.kind}_states")[tensor.index]
                 stored.copy_(value.contiguous().view(-1).view(torch.uint8))
 
@@ -121,7 +121,7 @@ class Snapshots:
         """Restore the states after `chunks` chunks to the layers. Mutates the layers."""
         for layer, page in self._pages(self._slots[chunks]):
             cache_layer = self._layers[layer]
-            for tensor, stored in self._parts(layer, page):
+            for tensor, stored in self._tensor_views(layer, page):
                 dtype = getattr(torch, tensor.dtype)
                 value = torch.empty((1, *tensor.shape), dtype=dtype, device=self._device)
                 value.view(-1).view(torch.uint8).copy_(stored)
@@ -133,12 +133,12 @@ class Snapshots:
                 if cache_layer.device is None:
                     cache_layer.dtype, cache_layer.device = dtype, self._device
 
-    def make_room(self, chunks: int) -> None:
-        """Make pages for the states after `chunks` chunks, to be loaded. Mutates the snapshots."""
+    def reserve(self, chunks: int) -> None:
+        """Reserve pages for the states after `chunks` chunks, which a load fills. Mutates the snapshots."""
         if self._groups and chunks:
             self._slot(chunks)
 
-    def forget(self) -> None:
+    def clear(self) -> None:
         """Drop all snapshots. Mutates the snapshots."""
         self._slots.clear()
 
@@ -171,8 +171,8 @@ class Snapshots:
             for layer, pages in zip(group.layers, pool, strict=True):
                 yield layer - FIRST_LAYER, pages[slot, 0, 0]
 
-    def _parts(self, layer: int, page: torch.Tensor) -> Iterator[tuple[StateTensor, torch.Tensor]]:
-        """Yield each tensor of a layer, and its part of a page."""
+    def _tensor_views(self, layer: int, page: torch.Tensor) -> Iterator[tuple[StateTensor, torch.Tensor]]:
+        """Yield each tensor of a layer, and the view of its bytes in a page."""
         start = 0
         for tensor in self._states[layer]:
             yield tensor, page[start : start + tensor.nbytes]

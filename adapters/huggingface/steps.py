@@ -22,9 +22,9 @@ def forward(model: Any, ids: TokenIds, kv: Any) -> torch.Tensor:
 
 def extend(model: Any, ids: TokenIds, kv: GrowingCache) -> torch.Tensor:
     """Compute like `forward`, in steps that end where a model's states are kept. Mutates `kv`."""
-    for start, stop in itertools.pairwise([0, *kv.stops(len(ids))]):
+    for start, stop in itertools.pairwise([0, *kv.step_ends(len(ids))]):
         logits = forward(model, ids[start:stop], kv)
-        kv.keep_states()
+        kv.save_states()
     return logits
 
 

@@ -15,8 +15,7 @@ from benchmarks.gpu.bench import Bench
 from benchmarks.gpu.peers import LLAMA_8K, SMALL
 from kvkit.format.layout import LayerGroup
 from kvkit.kernels.attention import api as attention
-from kvkit.kernels.attention.layer import Scoring
-from kvkit.kernels.attention.requests import Requests
+from kvkit.kernels.attention.layer import Requests, Scoring
 from kvkit.kernels.attention.rows import Rows
 from kvkit.kernels.pages.api import Pages, pack
 

@@ -1,4 +1,4 @@
-"""Attention to pages by absolute position, and helpers for blending; the device decides the backend.
+"""Attention to pages by absolute position, and helpers for blending, by the backend of the tensors' device.
 
 Tensors may have any strides, but their last axis is contiguous. Sums are in float32, in a fixed order.
 Nothing here has a gradient: while torch records gradients (`torch.is_grad_enabled()`), tensors that require
@@ -53,8 +53,8 @@ def blend_attention(
     """
     _check_gradients(q=q, k_pages=k_pages, v_pages=v_pages, out=out)
     tensors = (q, k_pages, v_pages) if out is None else (q, k_pages, v_pages, out)
-    forms = [(x.shape, x.stride(), x.dtype, x.device) for x in tensors]
-    rows.once(("checked", *forms), lambda: _check_attention(q, k_pages, v_pages, rows, out))
+    specs = [(x.shape, x.stride(), x.dtype, x.device) for x in tensors]
+    rows.once(("checked", *specs), lambda: _check_attention(q, k_pages, v_pages, rows, out))
     if q.device.type == "cpu":
         o, lse = torch_cpu.attention(q, k_pages, v_pages, rows, scoring)
         return o if out is None else out.copy_(o), lse
@@ -83,7 +83,7 @@ def rope_scatter(
 
     Args:
         q, k, v: [M, Hq, D], [M, H, D], [M, H, Dv], not yet rotated, float32, float16 or bfloat16; may be
-            parts of a fused projection.
+            views of a fused projection.
         turns: rotations to the rows' positions.
         slots: int64 [M] such as `Rows.slots`: block * N + token, each at most once. Rows with a slot < 0 are
             skipped. Slots beyond the pages are an error on a CPU, and skipped on a GPU, where a check would
@@ -140,7 +140,7 @@ def query_scores(
     scoring: Scoring,
     lse: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Return how much attention the rows of a request pay to each of its keys: float32 [Hq, length].
+    """Return the attention of a request's rows to each of its keys, summed over rows: float32 [Hq, length].
 
     score_hj = sum over rows of query head h's softmax_j, masked as in `blend_attention`; with `v_pages`,
     times the norm of v_j. Mutates nothing.
@@ -157,7 +157,7 @@ def query_scores(
     _check_gradients(q=q, k_pages=k_pages, v_pages=v_pages)
     checks.check_pages(q, k_pages, k_pages if v_pages is None else v_pages)
     checks.check_rows(rows, q, k_pages)
-    checks.check_asked(len(rows.lengths), lse, q)
+    checks.check_scores(len(rows.lengths), lse, q)
     if q.device.type == "cpu":
         return torch_cpu.scores(q, k_pages, v_pages, rows, scoring, lse)
     from kvkit.kernels.attention import triton
@@ -179,7 +179,7 @@ def _check_attention(
 
 
 def _check_gradients(**tensors: torch.Tensor | None) -> None:
-    """Refuse tensors that torch would have to differentiate: the results would be silently detached."""
+    """Refuse tensors that torch records gradients of: the results would be silently detached."""
     for name, tensor in tensors.items():
         if tensor is not None and tensor.requires_grad and torch.is_grad_enabled():
             raise LaunchError(

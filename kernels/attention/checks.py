@@ -1,11 +1,10 @@
-"""Checks of the arguments of attention and its helpers, by their form: tensors and JAX arrays alike."""
+"""Checks of the arguments of attention and its helpers, for tensors and JAX arrays alike."""
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from kvkit.kernels.attention.layer import RowRotations
-from kvkit.kernels.attention.requests import Requests
+from kvkit.kernels.attention.layer import Requests, RowRotations
 from kvkit.kernels.checks import (
     FLOATS,
     ArraySpec,
@@ -46,7 +45,7 @@ def check_rows(rows: Rows, q: torch.Tensor, k_pages: torch.Tensor) -> None:
 
 
 def check_requests(requests: Requests, q: Any) -> None:
-    """Refuse requests that do not fit q by their form; their values may be traced."""
+    """Refuse requests with shapes or dtypes that do not fit q; their values may be traced."""
     tables = requests.tables
     if tables.ndim != 2 or not tables.size:
         raise LaunchError(f"tables: {tables.shape}, want [requests, blocks], none of them 0")
@@ -56,7 +55,7 @@ def check_requests(requests: Requests, q: Any) -> None:
         check_ids(name, ids, shape)
 
 
-def check_asked(requests: int, lse: Any | None, q: Any) -> None:
+def check_scores(requests: int, lse: Any | None, q: Any) -> None:
     """Refuse several requests, and an `lse` that does not fit the rows of q."""
     if requests != 1:
         raise LaunchError(f"rows: of {requests} requests, want one")

@@ -21,8 +21,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from kvkit.kernels.attention import checks, pallas, pallas_tpu
-from kvkit.kernels.attention.layer import RowRotations, Scoring
-from kvkit.kernels.attention.requests import Requests
+from kvkit.kernels.attention.layer import Requests, RowRotations, Scoring
 from kvkit.kernels.checks import check_ids
 from kvkit.kernels.pages.jax import Ids, bits, in_range, locate, rotate, scatter
 from kvkit.kernels.traced import operation, vary, varying
@@ -128,7 +127,7 @@ def query_scores(
     """
     checks.check_pages(q, k_pages, k_pages if v_pages is None else v_pages)
     checks.check_requests(requests, q)
-    checks.check_asked(len(requests.lengths), lse, q)
+    checks.check_scores(len(requests.lengths), lse, q)
     mass: jax.Array = _query_scores(q, k_pages, v_pages, requests, scoring, lse)
     return mass
 
@@ -142,7 +141,7 @@ def _blend_attention(
     result: tuple[jax.Array, jax.Array] = lax.platform_dependent(
         *vary(arrays, varying(arrays)),  # to one type, so that all branches return one type
         cuda=functools.partial(pallas.blend_attention, scoring=scoring),
-        tpu=on_tpu if pallas_tpu.takes(q, v_pages, requests) else xla,
+        tpu=on_tpu if pallas_tpu.supports(q, v_pages, requests) else xla,
         default=xla,
     )
     return result
@@ -195,22 +194,24 @@ def _query_scores(
     positions = jnp.pad(positions, (0, padding), constant_values=-1)
 
     def row_tile(i: jax.Array, mass: jax.Array) -> jax.Array:
-        of_tile, at, of_sum = (lax.dynamic_slice_in_dim(x, i * rows, rows) for x in (q, positions, lse))
-        packed, of_row = _by_kv_head(of_tile, at, kv_heads)
-        sums, _ = _by_kv_head(of_sum[..., None], at, kv_heads)
+        tiles = (lax.dynamic_slice_in_dim(x, i * rows, rows) for x in (q, positions, lse))
+        tile_q, tile_positions, tile_lse = tiles
+        packed, row_positions = _by_kv_head(tile_q, tile_positions, kv_heads)
+        sums, _ = _by_kv_head(tile_lse[..., None], tile_positions, kv_heads)
 
         def key_tile(t: jax.Array, mass: jax.Array) -> jax.Array:
             j = t * keys + jnp.arange(keys)
-            scores = _scores(packed, _keys(k_pages, table, j), of_row, j, length, scoring)
-            share = jnp.where(scores == -jnp.inf, 0.0, jnp.exp(scores - sums))  # [H, rows * G, keys]
-            share = share.reshape(kv_heads, rows, -1, keys).sum(1)
+            scores = _scores(packed, _keys(k_pages, table, j), row_positions, j, length, scoring)
+            weights = jnp.where(scores == -jnp.inf, 0.0, jnp.exp(scores - sums))  # [H, rows * G, keys]
+            weights = weights.reshape(kv_heads, rows, -1, keys).sum(1)
             if v_pages is not None:
                 v = jnp.where(j[:, None] < length, _keys(v_pages, table, j), 0).astype(jnp.float32)
-                share = share * jnp.sqrt(jnp.square(v).sum(-1))[:, None]
-            return mass.at[:, j].add(share.reshape(-1, keys), mode="drop")
+                weights = weights * jnp.sqrt(jnp.square(v).sum(-1))[:, None]
+            return mass.at[:, j].add(weights.reshape(-1, keys), mode="drop")
 
-        more: jax.Array = lax.fori_loop(*_key_tiles(at, length, scoring.window, keys), key_tile, mass)
-        return more
+        bounds = _key_tiles(tile_positions, length, scoring.window, keys)
+        new_mass: jax.Array = lax.fori_loop(*bounds, key_tile, mass)
+        return new_mass
 
     no_mass = jnp.zeros((q.shape[1], total), jnp.float32)
     axes = varying(q, k_pages, v_pages, requests, lse)
@@ -263,14 +264,14 @@ def _attend(
     """Return float32 o [rows, Hq, Dv] and lse [rows, Hq] of rows of a request; position -1 sees no key."""
     rows, kv_heads, v_size = len(q), k_pages.shape[1], v_pages.shape[3]
     keys = _key_tile(table, k_pages)
-    packed, of_row = _by_kv_head(q, positions, kv_heads)
+    packed, row_positions = _by_kv_head(q, positions, kv_heads)
 
     def key_tile(
         t: jax.Array, state: tuple[jax.Array, jax.Array, jax.Array]
     ) -> tuple[jax.Array, jax.Array, jax.Array]:
         o, maximum, total = state
         j = t * keys + jnp.arange(keys)
-        scores = _scores(packed, _keys(k_pages, table, j), of_row, j, length, scoring)
+        scores = _scores(packed, _keys(k_pages, table, j), row_positions, j, length, scoring)
         v = jnp.where(j[:, None] < length, _keys(v_pages, table, j), 0)  # 0 * NaN is NaN
         new_maximum = jnp.maximum(maximum, scores.max(-1, keepdims=True))
         shift = jnp.where(new_maximum == -jnp.inf, 0.0, new_maximum)
@@ -341,7 +342,7 @@ def _scores(
     return jnp.where(seen, scores, -jnp.inf)
 
 
-def _dot(form: str, a: jax.Array, b: jax.Array) -> jax.Array:
+def _dot(subscripts: str, a: jax.Array, b: jax.Array) -> jax.Array:
     """Multiply to float32; float32 operands in full precision, where a GPU's default is TF32."""
     precision = lax.Precision.HIGHEST if a.dtype == jnp.float32 else None
-    return jnp.einsum(form, a, b, precision=precision, preferred_element_type=jnp.float32)
+    return jnp.einsum(subscripts, a, b, precision=precision, preferred_element_type=jnp.float32)

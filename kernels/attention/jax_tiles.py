@@ -7,7 +7,7 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
-from kvkit.kernels.attention.requests import Requests
+from kvkit.kernels.attention.layer import Requests
 
 
 class RowTiles(NamedTuple):

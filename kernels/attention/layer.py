@@ -1,13 +1,18 @@
-"""Parameters of a layer's attention: the scoring of keys, and the rotations of rows."""
+"""Arguments of attention for tensors and JAX arrays: scoring of keys, rotations of rows, requests for JAX."""
 
 from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from numpy.typing import NDArray
 
 from kvkit.format.rope import Rope
 from kvkit.kernels.checks import LaunchError
+
+if TYPE_CHECKING:
+    import jax
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,3 +52,16 @@ class RowRotations:
 
     rope: Rope
     cos_sin: Any
+
+
+class Requests(NamedTuple):
+    """Rows of some requests, and the block tables of the requests' keys, for JAX.
+
+    The fields are arguments of `Rows.of`: integers that may be traced, so no values are checked. Rows from
+    the last of `row_starts` on belong to no request, so M may be rounded up.
+    """
+
+    tables: jax.Array | NDArray[Any]
+    positions: jax.Array | NDArray[Any]
+    row_starts: jax.Array | NDArray[Any]
+    lengths: jax.Array | NDArray[Any]

@@ -25,8 +25,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 
 from kvkit.kernels.attention.jax_tiles import RowTiles, cut
-from kvkit.kernels.attention.layer import Scoring
-from kvkit.kernels.attention.requests import Requests
+from kvkit.kernels.attention.layer import Requests, Scoring
 from kvkit.kernels.traced import shape, vary, varying
 
 try:

@@ -20,8 +20,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu
 
 from kvkit.kernels.attention.jax_tiles import cut
-from kvkit.kernels.attention.layer import Scoring
-from kvkit.kernels.attention.requests import Requests
+from kvkit.kernels.attention.layer import Requests, Scoring
 from kvkit.kernels.traced import shape, varying
 
 TILE_ROWS = 128  # about: query rows times query heads of a KV head
@@ -30,7 +29,7 @@ TABLE_BYTES = 512 << 10  # most bytes of block tables in scalar memory, which ha
 MULTIPLE = 16  # pages can be joined if their tokens are a multiple of this, a tile of 16-bit numbers
 
 
-def takes(q: jax.Array, v_pages: jax.Array, requests: Requests) -> bool:
+def supports(q: jax.Array, v_pages: jax.Array, requests: Requests) -> bool:
     """Return whether the kernel supports these: not empty, not float16, tables that fit scalar memory."""
     return (
         len(q) > 0
@@ -50,7 +49,7 @@ def blend_attention(
 ) -> tuple[jax.Array, jax.Array]:
     """Compute `kvkit.kernels.attention.jax.blend_attention`, traced for a TPU.
 
-    Checks nothing: `takes` checks what is supported. Within `jax.shard_map` all arrays vary over the same
+    Checks nothing: `supports` does. Within `jax.shard_map` all arrays vary over the same
     axes (`kvkit.kernels.traced.vary`).
 
     Args:
@@ -76,9 +75,9 @@ def blend_attention(
     request = tiles.request.clip(max=len(requests.lengths) - 1)
     scalars = request, begin, end, requests.tables.clip(0, blocks - 1).astype(jnp.int32).ravel()
     attend = _kernel(packed, v_pages, width, pages, scoring, interpret)
-    of_lane = jnp.repeat(position, group, axis=1)[:, :, None]
-    found = attend(*scalars, of_lane, packed, *[k_pages] * pages, *[v_pages] * pages)
-    o, lse = (x.reshape(len(row), heads, rows, group, -1).swapaxes(1, 2) for x in found)
+    lane_positions = jnp.repeat(position, group, axis=1)[:, :, None]
+    results = attend(*scalars, lane_positions, packed, *[k_pages] * pages, *[v_pages] * pages)
+    o, lse = (x.reshape(len(row), heads, rows, group, -1).swapaxes(1, 2) for x in results)
     to = jnp.where(valid, row, m).ravel()
     nothing = jnp.zeros((m, query_heads, v_size), q.dtype), jnp.zeros((m, query_heads), jnp.float32)
     o, lse = (
@@ -99,17 +98,17 @@ def _kernel(
     """
     (tiles, heads, lanes, size), (_, _, tokens, v_size) = q.shape, v_pages.shape
 
-    def of_tile(channels: int) -> pl.BlockSpec:
+    def tile_spec(channels: int) -> pl.BlockSpec:
         return pl.BlockSpec((None, None, lanes, channels), lambda i, h, *_: (i, h, 0, 0))
 
-    def of_page(nth: int, channels: int) -> pl.BlockSpec:
-        def where(i: int, h: int, t: int, *scalars: jax.Ref) -> tuple[jax.Array, int, int, int]:
+    def page_spec(nth: int, channels: int) -> pl.BlockSpec:
+        def index_map(i: int, h: int, t: int, *scalars: jax.Ref) -> tuple[jax.Array, int, int, int]:
             request, begin, end, table = scalars
             last = lax.div(jnp.maximum(end[i] - 1, 0), jnp.int32(tokens))  # repeated if there is no next
             j = (lax.div(begin[i], jnp.int32(pages * tokens)) + t) * pages + nth
             return table[request[i] * width + jnp.minimum(j, last)], h, 0, 0
 
-        return pl.BlockSpec((None, None, tokens, channels), where)
+        return pl.BlockSpec((None, None, tokens, channels), index_map)
 
     return pl.pallas_call(
         functools.partial(_attend, pages=pages, scoring=scoring),
@@ -122,11 +121,11 @@ def _kernel(
             grid=(tiles, heads, pl.cdiv(width, pages)),
             in_specs=[
                 pl.BlockSpec((None, lanes, 1), lambda i, *_: (i, 0, 0)),
-                of_tile(size),
-                *(of_page(nth, size) for nth in range(pages)),
-                *(of_page(nth, v_size) for nth in range(pages)),
+                tile_spec(size),
+                *(page_spec(nth, size) for nth in range(pages)),
+                *(page_spec(nth, v_size) for nth in range(pages)),
             ],
-            out_specs=(of_tile(v_size), of_tile(1)),
+            out_specs=(tile_spec(v_size), tile_spec(1)),
             scratch_shapes=[tpu.VMEM((lanes, n), jnp.float32) for n in (v_size, 1, 1)],
         ),
         compiler_params=tpu.CompilerParams(dimension_semantics=("parallel", "parallel", "arbitrary")),

@@ -31,7 +31,7 @@ def model_problems(shape: ModelShape) -> Iterator[Problem]:
     """Yield the problems of a model: attention to few, some and many keys, and the helpers."""
     sizes = shape.heads, shape.kv_heads, shape.head, shape.v_size
     heads = Heads(*sizes, shape.torch_dtype, latent=bool(shape.latent))
-    of_model = partial(
+    spec = partial(
         AttentionSpec,
         heads=heads,
         block_tokens=shape.block,
@@ -40,11 +40,11 @@ def model_problems(shape: ModelShape) -> Iterator[Problem]:
     )
     for length in (4096, 8192, 32768):
         length = -(-length // shape.block) * shape.block
-        yield attention_problem(of_model(name=f"attention {shape}, {length} keys", length=length))
+        yield attention_problem(spec(name=f"attention {shape}, {length} keys", length=length))
     kinds: tuple[Literal["lse", "scores", "scores x v"], ...] = ("lse", "scores", "scores x v")
     for what in kinds:
         length = -(-8192 // shape.block) * shape.block
-        yield attention_problem(of_model(name=f"{what} {shape}", length=length, what=what))
+        yield attention_problem(spec(name=f"{what} {shape}", length=length, what=what))
     if not shape.latent:
         rope = rope_of(shape.rotary or shape.head, 10000.0)
         for deviation in (False, True):
@@ -81,13 +81,13 @@ DEEPSEEK_V3 = Heads(128, 1, 576, 512, latent=True)
 SHARE = 0.15
 """Share of the rows that are computed again."""
 
-QUESTION = 64
-"""Rows of the question, at the end of a request."""
+LAST_ROWS = 64
+"""Rows at the end of a request, such as a user's question, which are all computed."""
 
 
 @dataclass(frozen=True, slots=True)
 class AttentionSpec:
-    """A `blend_attention` of SHARE of the rows and the question, or `query_scores` of the question.
+    """A `blend_attention` of SHARE of the rows and the last rows, or `query_scores` of the last rows.
 
     Args:
         name: name of the problem.
@@ -145,10 +145,10 @@ ATTENTIONS = (
 
 
 def _rows(spec: AttentionSpec, device: torch.device) -> Rows:
-    """Return the question's rows and, for an attention, a random SHARE of the rows before."""
-    random, question = np.random.default_rng(0), np.arange(spec.length - QUESTION, spec.length)
-    chosen = random.choice(spec.length - QUESTION, int(SHARE * spec.length), replace=False)
-    positions = question if spec.kernel == "weigh" else np.sort(np.concatenate([chosen, question]))
+    """Return the last rows and, for an attention, a random SHARE of the rows before."""
+    random, last = np.random.default_rng(0), np.arange(spec.length - LAST_ROWS, spec.length)
+    chosen = random.choice(spec.length - LAST_ROWS, int(SHARE * spec.length), replace=False)
+    positions = last if spec.kernel == "weigh" else np.sort(np.concatenate([chosen, last]))
     tokens = spec.block_tokens or spec.length
     tables = random.permutation(spec.length // tokens)[None]
     return Rows.of(positions, np.array([0, len(positions)]), np.array([spec.length]), tables, tokens, device)
@@ -255,7 +255,7 @@ def _attention_case(spec: AttentionSpec, device: torch.device, filled: bool) -> 
         return found
 
     written = (mass,) if spec.kernel == "weigh" else (out, lse) if spec.what == "o" else (lse,)
-    return Case(launches, partial(_forget, out, lse, mass), fault, written)
+    return Case(launches, partial(_poison, out, lse, mass), fault, written)
 
 
 TOLERANCE = {torch.float32: 1e-4, torch.float16: 1e-2, torch.bfloat16: 2e-2}
@@ -327,7 +327,7 @@ def _scatter_case(spec: ScatterSpec, device: torch.device, filled: bool) -> Case
 
     def poison() -> None:
         pages.copy_(before)
-        _forget(out, deviation)
+        _poison(out, deviation)
 
     @cache
     def expected() -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -367,13 +367,13 @@ def deviation_problem(
             return not_close("deviation", out, reference.token_deviation(new, old), 1e-4, 1e-4)
 
         return Case(
-            lambda config: triton.deviation(new, old, out, config), partial(_forget, out), fault, (out,)
+            lambda config: triton.deviation(new, old, out, config), partial(_poison, out), fault, (out,)
         )
 
     work = Work(tokens * (2 * dtype.itemsize * heads * size + 4))
     return _problem(name, "measure", make, lambda config: work)
 
 
-def _forget(*outputs: torch.Tensor) -> None:
+def _poison(*outputs: torch.Tensor) -> None:
     for tensor in outputs:
         tensor.fill_(torch.nan)

@@ -154,15 +154,16 @@ def _space(
 
 
 def bucket(launch: Launch) -> ProblemBucket:
-    """Return the bucket of `launch`: problems that are compiled alike, of about as many tokens."""
+    """Return the bucket of `launch`: problems that are compiled alike, with similar numbers of tokens."""
     arguments, name = launch.arguments, _name(launch)
     first_tensor = next(iter(arguments.values()))
     constants = [key for key in arguments if key.isupper() and key not in UNTUNED]
-    form = str(first_tensor.dtype).removeprefix("torch."), *(f"{key}={arguments[key]}" for key in constants)
+    dtype = str(first_tensor.dtype).removeprefix("torch.")
+    compiled = " ".join([dtype, *(f"{key}={arguments[key]}" for key in constants)])
     sizes = [len(first_tensor), arguments["heads"]]
     if name in ("attend", "weigh"):
         sizes.append(arguments["tables"].shape[1] * arguments["k"].shape[2])
-    return ProblemBucket(name, " ".join(form), tuple(triton.next_power_of_2(max(1, n)) for n in sizes))
+    return ProblemBucket(name, compiled, tuple(triton.next_power_of_2(max(1, n)) for n in sizes))
 
 
 def attention(
@@ -183,14 +184,21 @@ def attention(
         return ()
     v = k_pages if v_pages is None else v_pages
     latent = v_pages is not None and (v.data_ptr(), v.stride()) == (k_pages.data_ptr(), k_pages.stride())
-    key = "attention", config, scoring, latent, v_pages is None, *map(_form, (q, k_pages, v))
+    key = (
+        "attention",
+        config,
+        scoring,
+        latent,
+        v_pages is None,
+        *((x.shape, x.stride(), x.dtype) for x in (q, k_pages, v)),
+    )
     plan = rows.once(key, lambda: _plan(q, k_pages, v_pages, rows, scoring, latent, config))
     parts = lse, lse
     if plan.merging is not None:
         counts = plan.tiles.parts, plan.units, plan.tile_rows
         parts = lse.new_empty(*counts, 0 if out is None else v.shape[3]), lse.new_empty(counts)
     results = {"part_out": parts[0], "part_lse": parts[1], "out": lse if out is None else out, "lse": lse}
-    arguments = {**plan.given, "q": q, "k": k_pages, "v": v, **results}
+    arguments = {**plan.arguments, "q": q, "k": k_pages, "v": v, **results}
     first = Launch(attend, (len(plan.tiles.items) * plan.units,), arguments, plan.config)
     if plan.merging is None:
         return (first,)
@@ -201,10 +209,10 @@ def attention(
 
 
 class _Plan(NamedTuple):
-    """Parts of the launches that layers of a model share, if their pages have equal forms."""
+    """Launches that layers of a model share if their pages are alike, without a layer's tensors."""
 
     config: KernelConfig
-    given: dict[str, object]  # arguments of `attend`, without a layer's tensors
+    arguments: dict[str, object]  # arguments of `attend`
     tiles: Tiles
     units: int  # programs per item
     tile_rows: int
@@ -223,7 +231,7 @@ def _plan(
     heads, group = k_pages.shape[1], q.shape[1] // k_pages.shape[1]
     v = k_pages if v_pages is None else v_pages
     arguments = {
-        **_scored(q, k_pages, v_pages, rows, scoring),
+        **_score_arguments(q, k_pages, v_pages, rows, scoring),
         "LATENT": latent and v.shape[3] == main_channels(k_pages.shape[3]),
     }
     config = config or _best(attend, arguments)
@@ -248,10 +256,6 @@ def _plan(
     return _Plan(config, arguments, tiles, units, tile_rows, Launch(merge, (), merging, merge_config))
 
 
-def _form(x: torch.Tensor) -> tuple[object, ...]:
-    return x.shape, x.stride(), x.dtype
-
-
 def scores(
     q: torch.Tensor,
     k_pages: torch.Tensor,
@@ -271,7 +275,7 @@ def scores(
         lse = q.new_empty(q.shape[:2], dtype=torch.float32)
         before = attention(q, k_pages, None, rows, scoring, None, lse)
     arguments = {
-        **_scored(q, k_pages, v_pages, rows, scoring),
+        **_score_arguments(q, k_pages, v_pages, rows, scoring),
         "lse": lse.contiguous(),
         "out": out,
         "count": rows.count,
@@ -352,7 +356,7 @@ def deviation(
     return (Launch(measure, (triton.cdiv(count, dict(config.tiles)["ROWS"]),), arguments, config),)
 
 
-def _scored(
+def _score_arguments(
     q: torch.Tensor, k_pages: torch.Tensor, v_pages: torch.Tensor | None, rows: Rows, scoring: Scoring
 ) -> dict[str, object]:
     """Return the arguments that `attend` and `weigh` share. Without `v_pages`, V is K and is not read."""
@@ -405,7 +409,7 @@ def _strides(axes: tuple[str, ...], **tensors: torch.Tensor) -> dict[str, int]:
 
 
 def _tiles(rows: Rows, rows_per_tile: int, tile_keys: int, units: int, window: int | None) -> Tiles:
-    """Return whole tiles, split if they are too few programs to keep all multiprocessors busy."""
+    """Return whole tiles or, if these are too few to keep all multiprocessors busy, split ones."""
     whole_tiles, programs = rows.tiles(rows_per_tile, window=window), _programs(rows)
     if len(whole_tiles.items) * units >= programs:
         return whole_tiles
@@ -414,7 +418,7 @@ def _tiles(rows: Rows, rows_per_tile: int, tile_keys: int, units: int, window: i
 
 
 def _programs(rows: Rows) -> int:
-    """Return how many programs keep all multiprocessors busy."""
+    """Return the number of programs that keep all multiprocessors busy."""
     processors = MULTIPROCESSORS
     if rows.device.type == "cuda":
         processors = torch.cuda.get_device_properties(rows.device).multi_processor_count
@@ -422,14 +426,14 @@ def _programs(rows: Rows) -> int:
 
 
 def packed(group: int, tile_rows: int, rows: int) -> int:
-    """Return how many of a KV head's `group` query heads a program of `attend` takes into its tile.
+    """Return the number of query heads of a KV head that one program of `attend` takes into its tile.
 
-    Other programs take the others; these are the fewest programs that leave little of their tiles empty.
+    With it, the fewest programs take all heads of the group and leave little of their tiles empty.
 
     Args:
         group: query heads of a KV head.
         tile_rows: rows of a tile, each of one query head.
-        rows: most rows of a request.
+        rows: maximum rows of a request.
     """
     packs = [-(-group // programs) for programs in range(1, group + 1)]
     filled = [group * min(rows, tile_rows // pack) / -(-group // pack) for pack in packs]

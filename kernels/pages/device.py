@@ -1,7 +1,8 @@
 """Moves between pages on a GPU and records in any memory: by which engine, in batches, on which stream.
 
 Records in host memory are moved by the GPU's copy engine through a buffer, or by a kernel of few programs
-that accesses them itself. `kvkit tune` times both. Its results depend on the source of `steps`, names included.
+that accesses them itself. `kvkit tune` times both. Its results depend on the source of `steps`, and on the
+names in it.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Problems of kernels: their tensors, the least work, and a check of the results."""
+"""Problems to tune and check kernels with: their tensors, their least work, a check of the results."""
 
 from __future__ import annotations
 
@@ -55,9 +55,9 @@ class Problem:
         make: makes its tensors on a device; with False they have no contents, to inspect launches only.
         work: returns the work of a configuration; its tiles may take more than the problem needs.
         wide: by kernel's name, the loads and stores of at least 16 bytes that the layout allows.
-        gated: whether it has a form of its own in the compile gate; False if another form is nearly the same.
+        gated: whether the compile gate compiles it; False if another problem compiles to nearly the same.
         defaults: by target, the default if it is not the first of `space`.
-        operation: name of a function of an `api`, as users know it; "" if it is the bucket's op.
+        operation: name of the public function of an `api`; "" if it is the bucket's op.
         host: whether it runs on the CPU, with results in the CPU's table.
     """
 
@@ -83,9 +83,9 @@ class Problem:
         return tuple(dict.fromkeys((self.defaults.get(target, self.space[0]), *self.space)))
 
 
-def rope_of(channels: int, base: float, **more: Any) -> Rope:
-    """Return a model's default embedding of `channels` rotary channels; more fields as in `Rope`."""
-    return Rope(tuple(base ** (-2 * i / channels) for i in range(channels // 2)), **more)
+def rope_of(channels: int, base: float, **fields: Any) -> Rope:
+    """Return a model's default embedding of `channels` rotary channels; `fields` are others of `Rope`."""
+    return Rope(tuple(base ** (-2 * i / channels) for i in range(channels // 2)), **fields)
 
 
 LLAMA_ROPE = rope_of(128, 500000.0)
@@ -105,15 +105,18 @@ def fill(tensor: torch.Tensor) -> None:
 
 
 def different(name: str, got: torch.Tensor, want: torch.Tensor) -> str:
-    """Return how many bytes differ, as text; "" if none do."""
+    """Return the number of bytes that differ, as text; "" if none do."""
     count = int((got != want).sum())
     return f"{name}: {count} of {got.numel()} bytes differ" if count else ""
 
 
 def not_close(name: str, got: torch.Tensor, want: torch.Tensor, relative: float, absolute: float) -> str:
-    """Return how many numbers are off by more than this allows, as text; "" if none. A NaN is off."""
+    """Return the number of values that differ by more than a tolerance, as text; "" if none do.
+
+    A NaN in `got` differs from everything.
+    """
     error = (got.double() - want.double()).abs()
-    wrong = ~(error <= absolute + relative * want.double().abs())  # NaN is wrong too
+    wrong = ~(error <= absolute + relative * want.double().abs())  # also a NaN
     return (
         f"{name}: {int(wrong.sum())} of {got.numel()} numbers are off, by up to {error.max():.2g}"
         if wrong.any()

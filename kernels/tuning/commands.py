@@ -86,32 +86,31 @@ class TuneChoice:
         from kvkit.kernels.tuning.cases import Problem
 
         all_problems = list(factory())
-        if others := [problem for problem in all_problems if not isinstance(problem, Problem)]:
-            sys.exit(f"--problems {self.problems}: returned {others[0]!r}, want Problems")
+        if wrong := [problem for problem in all_problems if not isinstance(problem, Problem)]:
+            sys.exit(f"--problems {self.problems}: returned {wrong[0]!r}, want Problems")
         if repeated := [name for name, count in Counter(p.name for p in all_problems).items() if count > 1]:
             sys.exit(f"--problems {self.problems}: {repeated[0]!r} is the name of two problems")
         problems = [problem for problem in all_problems if problem.host == host]
         known = list(dict.fromkeys(name for problem in problems for name in problem.names))
         for op in self.op or ():
             if op not in known:
-                where = "--device host, the CPU" if host else "a GPU"
-                sys.exit(f"--op {op}: for {where}, want one of {', '.join(known)}{self._elsewhere(op, host)}")
+                device = "--device host, the CPU" if host else "a GPU"
+                sys.exit(
+                    f"--op {op}: for {device}, want one of {', '.join(known)}{self._other_device(op, host)}"
+                )
         chosen = [problem for problem in problems if not self.op or set(self.op) & set(problem.names)]
         return sorted(chosen, key=lambda problem: not problem.work(problem.space[0]).flops)
 
-    def _elsewhere(self, op: str, host: bool) -> str:
-        """Return in words whether the other of GPU and host has such an operation."""
+    def _other_device(self, op: str, host: bool) -> str:
+        """Return a hint if the other of GPU and host has such an operation, else ""."""
         if self.problems is not None:
             return ""
         try:
             found = {name for problem in self.factory(not host)() for name in problem.names}
         except ImportError:  # of Triton
             return ""
-        return (
-            f"; {op} is for {'a GPU: --device gpu' if host else 'the CPU: --device host'}"
-            if op in found
-            else ""
-        )
+        other = "a GPU: --device gpu" if host else "the CPU: --device host"
+        return f"; {op} is for {other}" if op in found else ""
 
 
 def _function(path: str) -> ProblemFactory:
@@ -140,7 +139,7 @@ class TuneLimits:
 
 @dataclass(frozen=True, slots=True)
 class TuneReport:
-    """Reports of earlier runs; with them, nothing is measured."""
+    """Reports on earlier runs; if one is wanted, nothing is measured."""
 
     show: Annotated[bool, typer.Option(help="print the known results, and measure nothing")] = False
     explain: Annotated[bool, typer.Option(help="explain why the best won, and measure nothing")] = False
@@ -292,15 +291,15 @@ def _tune_here(choice: TuneChoice, limits: TuneLimits) -> None:
     if host and limits.budget_s is None:
         limits = replace(limits, budget_s=HOST_BUDGET_S)
     console, count = Console(), Counter[str]()
-    seldom = spaced(timed(console))
+    print_sometimes = spaced(timed(console))
 
     def on_trial(problem: Problem, trial: search.Trial) -> None:
         trials.append(path, [trials.line(problem, trial, *about)])
-        seldom(f"{problem.name}: measured {trial.config}")
+        print_sometimes(f"{problem.name}: measured {trial.config}")
 
     try:
         with tools_here(host, factory) as tools:
-            path, about = _trials_path(tools.name), (tools.name, tools.roof)
+            path, about = _trials_path(tools.name), (tools.name, tools.roofline)
             steps = search.tune(
                 problems,
                 tuned_folder(),

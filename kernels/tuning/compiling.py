@@ -1,4 +1,4 @@
-"""Compilation of launches for a GPU without one: registers, spills, shared memory, a digest of the binary."""
+"""Compilation of launches for a GPU that need not be present, with the properties of the compiled kernels."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class CompileError(RuntimeError):
 
 
 POLL_S = 0.1
-"""Seconds between checks of `survey` whether the time is over."""
+"""Seconds between two checks in `survey` of whether the time is over."""
 
 
 def compile_for(launch: Launch, target: str) -> Compiled:
@@ -110,7 +110,7 @@ def driver_for(stand_in: StandInDriver) -> Iterator[None]:
 
     try:
         previous = driver.active
-    except RuntimeError:  # no GPU: the next access looks again
+    except RuntimeError:  # no GPU: the next access tries again
         previous = None
     driver.set_active(stand_in)
     try:
@@ -138,7 +138,7 @@ class CompileReport:
 CompileJob = tuple[str, KernelConfig, str]
 """A problem's name, a configuration, a target."""
 ProblemFactory = Callable[[], Sequence[Problem]]
-"""A function at the top level of a module, so that other processes can find it."""
+"""A function at the top level of a module, so that other processes can import it."""
 Compiler = Callable[[Launch, str], Compiled]
 """Compiles a launch for a target, or raises CompileError; at the top level of a module, too."""
 
@@ -162,12 +162,12 @@ def compile_pool(workers: int, cache_folder: str | None = None) -> Iterator[Comp
         cache_folder: folder of Triton's cache; None: Triton's own.
     """
     spawn = multiprocessing.get_context("spawn")
-    others = set(multiprocessing.active_children())
+    earlier = set(multiprocessing.active_children())
     processes = ProcessPoolExecutor(workers, spawn, initializer=_prepare, initargs=(cache_folder,))
     try:
         yield CompilePool(processes, workers)
     finally:
-        for process in set(multiprocessing.active_children()) - others:
+        for process in set(multiprocessing.active_children()) - earlier:
             process.kill()
         processes.shutdown()
 

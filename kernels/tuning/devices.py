@@ -1,4 +1,4 @@
-"""Tools for tuning on this machine: its GPU, timed by events around graphs, or its CPU."""
+"""Tools for tuning on this machine: its GPU, timed by events around CUDA graphs, or its CPU."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def tools_here(host: bool = False, factory: ProblemFactory = every_problem) -> I
     """
     if host:
         cpu = torch.device("cpu")
-        yield Tools(host_name(), cpu, lambda problem, late: {}, host_timer(), host_roof(), time.monotonic)
+        yield Tools(host_name(), cpu, lambda problem, late: {}, host_timer(), host_roofline(), time.monotonic)
         return
     if not torch.cuda.is_available():
         raise TuningError(
@@ -57,18 +57,18 @@ def tools_here(host: bool = False, factory: ProblemFactory = every_problem) -> I
         yield Tools(
             torch.cuda.get_device_name(device),
             device,
-            partial(look_at, pool, factory, target) if target in GPUS else lambda problem, late: {},
+            partial(compile_space, pool, factory, target) if target in GPUS else lambda problem, late: {},
             cuda_timer(device),
-            measured_roof(device),
+            gpu_roofline(device),
             time.monotonic,
             target,
         )
 
 
-def look_at(
+def compile_space(
     pool: CompilePool, factory: ProblemFactory, target: str, problem: Problem, late: Late
 ) -> Mapping[KernelConfig, CompileInfo]:
-    """Compile a problem's configurations for `target`, as far as time allows; return the results."""
+    """Compile a problem's configurations for `target` until time is over; return the compiler's results."""
     infos: dict[KernelConfig, CompileInfo] = {}
     jobs = [(problem.name, config, target) for config in problem.space]
     for report in survey(pool, factory, jobs, late=late):
@@ -78,10 +78,9 @@ def look_at(
         numbers = earlier.numbers
         if compiled and report.kernel == problem.kernel.__name__:
             numbers = {name: value for name, value in asdict(compiled).items() if isinstance(value, int)}
-        both = (
-            f"{earlier.binary}{binary}" if binary and (earlier.binary or report.config not in infos) else ""
-        )
-        infos[report.config] = CompileInfo(earlier.rejection or report.rejection(), both, numbers)
+        is_known = binary and (earlier.binary or report.config not in infos)
+        all_binaries = earlier.binary + binary if is_known else ""
+        infos[report.config] = CompileInfo(earlier.rejection or report.rejection(), all_binaries, numbers)
     return infos
 
 
@@ -140,12 +139,12 @@ def _ready(case: Case, config: KernelConfig) -> tuple[Callable[[], None], tuple[
     return graph.replay, launches
 
 
-def measured_roof(device: torch.device) -> Roofline:
+def gpu_roofline(device: torch.device) -> Roofline:
     """Measure a copy of 1 GiB and a product of bfloat16 matrices of 8192 x 8192: the best of ten each."""
-    return _roof(device, 1 << 30, 8192, torch.bfloat16, _seconds)
+    return _measure_roofline(device, 1 << 30, 8192, torch.bfloat16, _seconds)
 
 
-def _roof(
+def _measure_roofline(
     device: torch.device,
     size: int,
     side: int,
@@ -201,9 +200,9 @@ def host_timer() -> Callable[[Case], Measure]:
     return timer
 
 
-def host_roof() -> Roofline:
+def host_roofline() -> Roofline:
     """Measure torch's copy of 256 MiB and product of float32 matrices of 1024 x 1024, on all threads."""
-    return _roof(torch.device("cpu"), 256 << 20, 1024, torch.float32, _host_seconds)
+    return _measure_roofline(torch.device("cpu"), 256 << 20, 1024, torch.float32, _host_seconds)
 
 
 def _host_seconds(run: Callable[[], object]) -> float:

@@ -19,15 +19,15 @@ class Gpu:
     threads: int  # threads of a warp
     registers: int  # of 32 bits for one lane of one of its 4 schedulers
     step: int  # registers of a lane are allocated in multiples of this
-    warps: int  # most at a time
-    blocks: int  # most at a time
+    warps: int  # maximum number at a time
+    blocks: int  # maximum number at a time
     shared_bytes: int
-    block_shared_bytes: int  # most of one block
+    block_shared_bytes: int  # maximum of one block
     reserved_bytes: int  # shared memory that each block takes besides its own
-    most_registers: int  # most of a lane
+    most_registers: int  # maximum of a lane
 
     def blocks_per_sm(self, registers: int, shared_bytes: int, warps: int) -> int:
-        """Return how many blocks fit a multiprocessor at a time; 0 if not even one does."""
+        """Return the number of blocks that fit a multiprocessor at a time; 0 if none does."""
         if registers > self.most_registers or shared_bytes > self.block_shared_bytes:
             return 0
         allocated = max(1, -(-registers // self.step)) * self.step

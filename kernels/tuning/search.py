@@ -1,4 +1,4 @@
-"""Find the fastest correct configuration of each problem on this device, as `kvkit tune` does."""
+"""Search for the fastest correct configuration of each problem on this device, as `kvkit tune` does."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from kvkit.kernels.tuning.tables import Tuned, TunedKey, build_of, read_table, w
 FIRST_SAMPLES = 3
 FINAL_SAMPLES = 15
 FINALISTS = 6
-NEAR = 1.25
+FINALIST_FACTOR = 1.25
 """Configurations slower than the fastest by this factor after the first samples are not measured again."""
 GAIN = 0.01
 """A configuration replaces the default if it takes less time by more than this share."""
@@ -57,7 +57,7 @@ class Roofline:
         return seconds < self.bound(work)
 
 
-NO_ROOF = Roofline(math.inf, math.inf)
+NO_ROOFLINE = Roofline(math.inf, math.inf)
 """Roofline to use after the measured one was refuted: every bound is 0."""
 
 
@@ -67,20 +67,19 @@ class CompileInfo:
 
     rejection: str = ""  # why it should not be run
     binary: str = ""  # equal for equal machine code, "" if unknown
-    numbers: Mapping[str, int] = field(
-        default_factory=dict
-    )  # registers, spills, blocks per multiprocessor ...
+    # registers, spills, blocks per multiprocessor and other integers of `assembly.Compiled`
+    numbers: Mapping[str, int] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
 class Trial:
-    """Outcome of a configuration."""
+    """Measured times of a configuration, and the reason for its rank."""
 
     config: KernelConfig
     us: float | None  # median time in microseconds, None if it was not run
     outcome: str  # "best", "slower", or why it was not run or not taken
     samples: tuple[float, ...] = ()  # microseconds, in the order of the runs that count
-    look: CompileInfo = CompileInfo()
+    compile_info: CompileInfo = CompileInfo()
 
 
 UNTRIED = "untried: the time was over"
@@ -89,7 +88,7 @@ UNCHECKED = "measured, not checked"
 """Outcome of a trial while its search runs, and for good if the search was stopped."""
 
 OnTrial = Callable[[Problem, Trial], object]
-"""Called with each configuration as soon as it is measured, so that a stopped search leaves its trials."""
+"""Function called with each configuration once it is measured: a stopped search then leaves its trials."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,9 +124,9 @@ class Tools:
 
     name: str  # name of the device, as in `tables.device_name`
     device: torch.device  # device of the problems' tensors
-    look: Callable[[Problem, Late], Mapping[KernelConfig, CompileInfo]]  # compiles the problem's space
+    compile_space: Callable[[Problem, Late], Mapping[KernelConfig, CompileInfo]]  # compiles its space
     timer: Callable[[Case], Measure]  # makes the function that measures a case
-    roof: Roofline  # roofline of this device
+    roofline: Roofline  # roofline of this device
     clock: Callable[[], float]  # seconds since any start
     target: str = ""  # compile target, a name in `gpus.GPUS`
 
@@ -165,7 +164,7 @@ def tune(
         table = read_table(path, slug)
     except FileNotFoundError:
         table = {}
-    began, roof = tools.clock(), tools.roof
+    began, roofline = tools.clock(), tools.roofline
     for problem in problems:
         problem = replace(problem, space=problem.space_on(tools.target))
         key = TunedKey(problem.bucket, build_of(problem.kernel, problem.host))
@@ -181,12 +180,12 @@ def tune(
         )
         step = SearchStep(problem, "left")
         if now < ends:
-            step = _step(problem, replace(tools, roof=roof), now, ends, on_trial)
+            step = _step(problem, replace(tools, roofline=roofline), now, ends, on_trial)
         if step.tuned is not None:
             table[key] = step.tuned
             write_table(path, tools.name, table)
-            if roof.refuted_by(problem.work(step.tuned.config), step.tuned.us * 1e-6):
-                roof = NO_ROOF
+            if roofline.refuted_by(problem.work(step.tuned.config), step.tuned.us * 1e-6):
+                roofline = NO_ROOFLINE
         yield step
 
 
@@ -198,8 +197,9 @@ def _step(problem: Problem, tools: Tools, now: float, ends: float, on_trial: OnT
 
     try:
         nearest = replace(problem, space=nearest_first(problem.space))
-        look, case = tools.look(nearest, after((now + ends) / 2)), problem.make(tools.device, True)
-        tuned, trials = search(problem, case, tools.timer(case), look, tools.roof, after(ends), on_trial)
+        infos, case = tools.compile_space(nearest, after((now + ends) / 2)), problem.make(tools.device, True)
+        measure, late = tools.timer(case), after(ends)
+        tuned, trials = search(problem, case, measure, infos, tools.roofline, late, on_trial)
     except torch.OutOfMemoryError as error:
         return SearchStep(problem, "failed", error=str(error))
     return SearchStep(problem, "tuned" if tuned else "failed", tuned, trials)
@@ -223,8 +223,8 @@ def search(
     problem: Problem,
     case: Case,
     measure: Measure,
-    look: Mapping[KernelConfig, CompileInfo],
-    roof: Roofline,
+    compile_infos: Mapping[KernelConfig, CompileInfo],
+    roofline: Roofline,
     late: Late = lambda: False,
     on_trial: OnTrial = lambda problem, trial: None,
 ) -> tuple[Tuned | None, tuple[Trial, ...]]:
@@ -245,11 +245,12 @@ def search(
     Returns:
         result to keep, None if no configuration is correct; and the trial of every configuration.
     """
-    default, infos = problem.space[0], {config: look.get(config, CompileInfo()) for config in problem.space}
-    first, outcome = _sample_all(problem, measure, infos, roof, late, on_trial)
+    default = problem.space[0]
+    infos = {config: compile_infos.get(config, CompileInfo()) for config in problem.space}
+    first, outcome = _sample_all(problem, measure, infos, roofline, late, on_trial)
     median = {config: statistics.median(times) for config, times in first.items()}
     samples = _sample_again(_finalists(median, default), measure, late)
-    winner, faults = _fastest_right(case, default, median, samples)
+    winner, faults = _fastest_correct(case, default, median, samples)
     outcome |= {config: f"wrong: {fault}" for config, fault in faults.items()}
     if winner is not None:
         outcome[winner] = "best"
@@ -262,16 +263,16 @@ def search(
     return Tuned(winner, statistics.median(times[winner]) * 1e6, us[default], untried), trials
 
 
-def _trial(config: KernelConfig, seconds: Sequence[float], outcome: str, look: CompileInfo) -> Trial:
+def _trial(config: KernelConfig, seconds: Sequence[float], outcome: str, info: CompileInfo) -> Trial:
     us = statistics.median(seconds) * 1e6 if seconds else None
-    return Trial(config, us, outcome, tuple(time * 1e6 for time in seconds), look)
+    return Trial(config, us, outcome, tuple(time * 1e6 for time in seconds), info)
 
 
 def _sample_all(
     problem: Problem,
     measure: Measure,
     infos: Mapping[KernelConfig, CompileInfo],
-    roof: Roofline,
+    roofline: Roofline,
     late: Late,
     on_trial: OnTrial,
 ) -> tuple[dict[KernelConfig, list[float]], dict[KernelConfig, str]]:
@@ -287,8 +288,8 @@ def _sample_all(
     fastest = math.inf
     pending: Sequence[KernelConfig] = nearest_first(problem.space)
     assumed: Roofline | None = None
-    while roof is not assumed:  # again, if the roofline was refuted
-        assumed, left = roof, []
+    while roofline is not assumed:  # again, if the roofline was refuted
+        assumed, left = roofline, []
         for config in pending:
             if outcome[config] and config != default:
                 continue
@@ -297,7 +298,7 @@ def _sample_all(
                 outcome[config] = f"the same binary as {twin}"
                 continue
             work = problem.work(config)
-            if roof.bound(work) > fastest:
+            if roofline.bound(work) > fastest:
                 left.append(config)
                 continue
             if config != default and late():
@@ -311,10 +312,10 @@ def _sample_all(
             on_trial(problem, _trial(config, first[config], UNCHECKED, infos[config]))
             seconds = statistics.median(first[config])
             fastest = min(fastest, seconds)
-            if roof.refuted_by(work, seconds):
-                roof = NO_ROOF
+            if roofline.refuted_by(work, seconds):
+                roofline = NO_ROOFLINE
         pending = left
-    outcome |= {c: f"takes {roof.bound(problem.work(c)) * 1e6:.1f} µs at the roofline" for c in pending}
+    outcome |= {c: f"takes {roofline.bound(problem.work(c)) * 1e6:.1f} µs at the roofline" for c in pending}
     return first, outcome
 
 
@@ -332,7 +333,7 @@ def _sample_again(
     return samples
 
 
-def _fastest_right(
+def _fastest_correct(
     case: Case,
     default: KernelConfig,
     median: Mapping[KernelConfig, float],
@@ -345,7 +346,7 @@ def _fastest_right(
         samples: seconds of the finalists.
 
     Returns:
-        fastest correct configuration, None if there is none; and what is wrong with others.
+        fastest correct configuration, None if there is none; and the fault of each wrong one.
     """
     final = {config: statistics.median(times) for config, times in samples.items()}
     faults = {default: _fault(case, default)} if default in final else {}
@@ -366,12 +367,12 @@ def _fastest_right(
 
 def _finalists(median: Mapping[KernelConfig, float], default: KernelConfig) -> list[KernelConfig]:
     order = sorted(median, key=lambda config: median[config])
-    fastest = [config for config in order if median[config] <= NEAR * median[order[0]]][:FINALISTS]
+    fastest = [config for config in order if median[config] <= FINALIST_FACTOR * median[order[0]]][:FINALISTS]
     return fastest if default in fastest or default not in median else [*fastest, default]
 
 
 def _fault(case: Case, config: KernelConfig) -> str:
-    """Run `config` over poisoned outputs; return what is wrong with the results, "" if nothing."""
+    """Run `config` over poisoned outputs; return the fault of the results, "" if they are correct."""
     case.poison()
     case.run(config)
     return case.fault()

@@ -1,4 +1,4 @@
-"""Shape of a model's KV and heads, from options or a Hugging Face config, to make problems of."""
+"""Shapes of models' KV and heads, from options or a Hugging Face config; problems are made from them."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ import msgspec
 import torch
 
 from kvkit.format.layout import KVLayout, LayerGroup
+from kvkit.kernels.checks import FLOATS
 
 
 class ShapeError(ValueError):
@@ -62,8 +63,8 @@ class ModelShape:
             raise ShapeError(f"latent={self.latent}: want less than head={self.head}, and kv_heads=1")
         if self.rotary % 2 or self.rotary > self.head - self.latent:
             raise ShapeError(f"rotary={self.rotary}: want an even number, at most {self.head - self.latent}")
-        if self.dtype not in DTYPES:
-            raise ShapeError(f"dtype={self.dtype}: want one of {', '.join(DTYPES)}")
+        if self.dtype not in FLOATS:
+            raise ShapeError(f"dtype={self.dtype}: want one of {', '.join(FLOATS)}")
 
     def __str__(self) -> str:
         """Return the name, and the fields that differ from the defaults."""
@@ -74,9 +75,8 @@ class ModelShape:
     @property
     def torch_dtype(self) -> torch.dtype:
         """Dtype of K, V and queries."""
-        found = getattr(torch, self.dtype)
-        assert isinstance(found, torch.dtype)
-        return found
+        dtype: torch.dtype = getattr(torch, self.dtype)
+        return dtype
 
     @property
     def v_size(self) -> int:
@@ -93,9 +93,6 @@ class ModelShape:
             dtype=self.dtype,
             block_tokens=self.block,
         )
-
-
-DTYPES = ("bfloat16", "float16", "float32")
 
 
 def with_settings(shape: ModelShape, text: str) -> ModelShape:

@@ -13,8 +13,8 @@ from collections.abc import Iterator
 from types import CodeType, FunctionType, ModuleType
 from typing import Any
 
-OTHERS = {*sys.stdlib_module_names, "jax", "llvmlite", "numba", "numpy", "torch", "triton"}
-"""Packages with functions that are not digested: their versions are compared elsewhere."""
+LIBRARIES = {*sys.stdlib_module_names, "jax", "llvmlite", "numba", "numpy", "torch", "triton"}
+"""Packages with functions that are not digested: `tables.Build` has their versions."""
 
 
 class SourceError(TypeError):
@@ -69,7 +69,7 @@ def _texts(function: FunctionType, seen: dict[FunctionType, None]) -> Iterator[s
         value = _plain(value)
         if not isinstance(value, FunctionType):
             yield f"{name} = {_constant(value)}"
-        elif value not in seen and value.__module__.partition(".")[0] not in OTHERS:
+        elif value not in seen and value.__module__.partition(".")[0] not in LIBRARIES:
             yield from _texts(value, seen)
 
 
@@ -97,7 +97,7 @@ def _named(tree: ast.AST, names: dict[str, Any]) -> dict[str, Any]:
 
 
 def _constant(value: Any) -> str:
-    """Return numbers, texts and collections of these as text, equal in every process; "" for all else."""
+    """Return numbers, strings and collections of these as text, equal in every process; else ""."""
     if isinstance(value, tuple | list):
         return f"({', '.join(map(_constant, value))})"
     if isinstance(value, dict):

@@ -1,4 +1,4 @@
-"""Tables of tuned configurations, a file for each device: reads, writes, merges, and lookups."""
+"""Tables of tuned configurations, a file for each device: they are read, written, merged and searched."""
 
 from __future__ import annotations
 
@@ -132,8 +132,8 @@ def ranked(table: Mapping[TunedKey, Tuned], bucket: ProblemBucket, build: Build)
         sizes, (_, compiler, driver) = key.bucket.sizes, key.build
         return distance(sizes), sizes, compiler != build.compiler, driver != build.driver, table[key].us
 
-    form = bucket.op, bucket.form, len(bucket.sizes), build.source
-    alike = (key for key in table if (*key.bucket[:2], len(key.bucket.sizes), key.build.source) == form)
+    compiled = bucket.op, bucket.form, len(bucket.sizes), build.source
+    alike = (key for key in table if (*key.bucket[:2], len(key.bucket.sizes), key.build.source) == compiled)
     return tuple(table[key].config for key in sorted(alike, key=rank))
 
 
@@ -145,16 +145,16 @@ def merged(tables: Iterable[Mapping[TunedKey, Tuned]]) -> dict[TunedKey, Tuned]:
     results: dict[TunedKey, Tuned] = {}
     for table in tables:
         for key, tuned in table.items():
-            other = results.get(key)
-            if other is None or _faster(tuned, other):
+            old = results.get(key)
+            if old is None or _is_faster(tuned, old):
                 results[key] = tuned
     return results
 
 
-def _faster(one: Tuned, two: Tuned) -> bool:
-    if one.default_us is None or two.default_us is None:
-        return one.us < two.us
-    return one.us * two.default_us < two.us * one.default_us
+def _is_faster(new: Tuned, old: Tuned) -> bool:
+    if new.default_us is None or old.default_us is None:
+        return new.us < old.us
+    return new.us * old.default_us < old.us * new.default_us
 
 
 def tuned_folder() -> Path:

@@ -1,4 +1,4 @@
-"""Trials of tuning as lines of JSON, and reports on them: as CSV, in words."""
+"""Trials of tuning as lines of JSON, and reports on them as CSV and as text."""
 
 from __future__ import annotations
 
@@ -19,18 +19,18 @@ Line = Mapping[str, Any]
 """A trial as a JSON object, made by `line`."""
 
 
-def lines(step: SearchStep, device: str, roof: Roofline) -> Iterator[Line]:
+def lines(step: SearchStep, device: str, roofline: Roofline) -> Iterator[Line]:
     """Return a line for each configuration that a search tried or skipped; see `line`."""
-    return (line(step.problem, trial, device, roof) for trial in step.trials)
+    return (line(step.problem, trial, device, roofline) for trial in step.trials)
 
 
-def line(problem: Problem, trial: Trial, device: str, roof: Roofline) -> Line:
+def line(problem: Problem, trial: Trial, device: str, roofline: Roofline) -> Line:
     """Return the line to keep of a trial.
 
     Args:
         problem: problem as in `search.SearchStep`.
         device: name of the device.
-        roof: roofline of the device: `Tools.roof`.
+        roof: roofline of the device: `Tools.roofline`.
     """
     work = problem.work(trial.config)
     return {
@@ -44,22 +44,22 @@ def line(problem: Problem, trial: Trial, device: str, roof: Roofline) -> Line:
         "outcome": trial.outcome,
         "us": trial.us,
         "samples_us": trial.samples,
-        "roof_us": roof.seconds(work) * 1e6,
+        "roof_us": roofline.seconds(work) * 1e6,
         "moved_bytes": work.moved_bytes,
         "flops": work.flops,
-        "bytes_per_s": roof.bytes_per_s,
-        "flops_per_s": roof.flops_per_s,
-        "compiled": dict(trial.look.numbers),
+        "bytes_per_s": roofline.bytes_per_s,
+        "flops_per_s": roofline.flops_per_s,
+        "compiled": dict(trial.compile_info.numbers),
         **build_of(problem.kernel, problem.host)._asdict(),
         "versions": {package: version_of(package) for package in PACKAGES},
     }
 
 
-def append(path: Path, found: Iterable[Line]) -> None:
+def append(path: Path, new_lines: Iterable[Line]) -> None:
     """Add lines to a file, each flushed before the next; make its folder."""
     path.parent.mkdir(parents=True, exist_ok=True)
     with open(path, "a") as file:
-        for line in found:
+        for line in new_lines:
             file.write(json.dumps(line) + "\n")
             file.flush()
 
@@ -112,10 +112,10 @@ def _explained(name: str, trials: Sequence[Line]) -> str:
     share = best["roof_us"] / best["us"] if best else 0.0
     refuted = share > OPTIMISM
     outcomes = Counter(_kind(line["outcome"], refuted) for line in trials if line is not best)
-    others = "; ".join(f"{count} {outcome}" for outcome, count in outcomes.most_common())
+    rest = "; ".join(f"{count} {outcome}" for outcome, count in outcomes.most_common())
     if best is None:
         stopped = any(line["outcome"] == UNCHECKED for line in trials)
-        return f"{name}: {'the search was ended' if stopped else 'no configuration is right'}: {others}."
+        return f"{name}: {'the search was ended' if stopped else 'no configuration is right'}: {rest}."
     default = next(line for line in trials if line["default"])
     gain = ", and is the default"
     if default["us"] is None:
@@ -144,7 +144,7 @@ def _explained(name: str, trials: Sequence[Line]) -> str:
     ]
     if differences:
         sentences.append(f"Unlike the default ({default['config']}) it has {', '.join(differences)}.")
-    return "\n  ".join([*sentences, f"The others: {others}."] if others else sentences)
+    return "\n  ".join([*sentences, f"The others: {rest}."] if rest else sentences)
 
 
 def _kind(outcome: str, refuted: bool) -> str:
