@@ -73,7 +73,7 @@ def scaled_by_piece() -> Any:
 REFUSED: dict[str, tuple[Callable[[], Any], str]] = {
     "an encoder": (
         bart,
-        "BartForConditionalGeneration: the KV of its decoder depends on the encoder",
+        "BartForConditionalGeneration: the KV of its decoder depends on what its encoder read",
     ),
     "both ways": (
         lambda: of(transformers.BertConfig(**BERT)),
@@ -109,7 +109,7 @@ REFUSED: dict[str, tuple[Callable[[], Any], str]] = {
     ),
     "states alone": (
         lambda: make("mamba"),
-        "MambaForCausalLM: the cache has no K and V of all its layers; want those of each token",
+        "MambaForCausalLM: nothing is kept of all its layers; want K and V of each token",
     ),
     "more than tokens": (
         lambda: of(transformers.XmodConfig(**BERT, languages=["en_XX"], is_decoder=True)),
@@ -117,7 +117,7 @@ REFUSED: dict[str, tuple[Callable[[], Any], str]] = {
     ),
     "no cache": (
         lambda: of(transformers.OpenAIGPTConfig(n_embd=64, n_layer=2, n_head=4, vocab_size=300)),
-        "OpenAIGPTLMHeadModel: the cache has no K and V of all its layers",
+        "OpenAIGPTLMHeadModel: nothing is kept of all its layers",
     ),
 }
 

@@ -54,13 +54,11 @@ class HuggingFaceDecoder:
         self.kind = str(config.model_type)
         self.model = model
         self.base = model.get_decoder() if hasattr(model, "get_decoder") else model.model
-        self._require_attributes(self.base, "layers", "norm", "embed_tokens", "rotary_emb")
+        self._require(self.base, "layers", "norm", "embed_tokens", "rotary_emb")
         block = self.base.layers[0]
-        self._require_attributes(block, "self_attn", "mlp", "input_layernorm", "post_attention_layernorm")
-        self._require_attributes(
-            block.self_attn, "q_proj", "k_proj", "v_proj", "o_proj", "head_dim", "scaling"
-        )
-        self._require_attributes(self.base.rotary_emb, "inv_freq")
+        self._require(block, "self_attn", "mlp", "input_layernorm", "post_attention_layernorm")
+        self._require(block.self_attn, "q_proj", "k_proj", "v_proj", "o_proj", "head_dim", "scaling")
+        self._require(self.base.rotary_emb, "inv_freq")
         if getattr(config, "num_kv_shared_layers", None):
             raise BlendError(f"model type {self.kind!r}: its layers share KV, which cannot be blended")
         self.layers = len(self.base.layers)
@@ -96,7 +94,7 @@ class HuggingFaceDecoder:
     def logits(self, h: torch.Tensor) -> torch.Tensor:
         return cast(torch.Tensor, self.model.get_output_embeddings()(self.base.norm(h)))
 
-    def _require_attributes(self, module: Any, *names: str) -> None:
+    def _require(self, module: Any, *names: str) -> None:
         for name in names:
             if not hasattr(module, name):
                 reason = f"{type(module).__name__} lacks {name}, not Llama-like"

@@ -88,7 +88,7 @@ def probe_layout(model: Any, chunk_tokens: int = 256) -> KVLayout:
     kept = [i for i in attention if kv.layers[i].get_seq_length()]
     if not kept or len(kept) < len(attention):
         without_kv = f"layers {sorted({*attention} - {*kept})}" if kept else "all its layers"
-        raise LayoutError(f"{name}: the cache has no K and V of {without_kv}; want those of each token")
+        raise LayoutError(f"{name}: nothing is kept of {without_kv}; want K and V of each token in the cache")
     layers = [kv.layers[i] for i in kept]
     windows = [getattr(layer, "sliding_window", None) for layer in layers]
     layout = KVLayout.from_tensors([(layer.keys, layer.values) for layer in layers], windows=windows)
@@ -152,12 +152,12 @@ def _check_mode(model: Any) -> None:
     training = next((path for path, module in model.named_modules() if _is_training(module)), None)
     if training is not None:
         raise LayoutError(
-            f"{name}: {training or 'it'} is in training mode, in which KV is random (dropout); want "
+            f"{name}: {training or 'it'} is in training mode, in which KV depends on chance (dropout); want "
             "model.eval()"
         )
     if model.config.is_encoder_decoder:
         raise LayoutError(
-            f"{name}: the KV of its decoder depends on the encoder's input, which kvkit does not know; "
+            f"{name}: the KV of its decoder depends on what its encoder read, which kvkit does not know; "
             "want a decoder-only model"
         )
 
