@@ -113,7 +113,7 @@ def _streams(raw: bytes, asked: ParsedRequest, cuts: list[int]) -> None:
 
 def _answers(raw: bytes, asked: ParsedRequest) -> None:
     """Whatever is no stream: an answer, tokens, what is held, an error."""
-    for read in (openai.read_object, openai.read_tokens, openai.read_hit):
+    for read in (openai.read_object, openai.read_tokens, openai.read_token_count):
         found: Any = understood(read, raw)
         assert found is None or isinstance(found, dict | tuple | int)
     answer = understood(openai.read_answer, asked, raw)
@@ -191,6 +191,6 @@ def test_the_corpus_is_understood_where_it_is_sound() -> None:
         assert done == openai.DONE
         assert all(openai.read_event(chat if "chat" in path.stem else completion, event) for event in events)
     assert openai.read_tokens((CORPUS / "tokens.json").read_bytes()) == (1, 2, 3)
-    assert openai.read_hit((CORPUS / "hit.json").read_bytes()) == 256
+    assert openai.read_token_count((CORPUS / "hit.json").read_bytes()) == 256
     answer = openai.read_answer(completion, (CORPUS / "answer.json").read_bytes())
     assert openai.computed_tokens(answer) == 1

@@ -95,7 +95,7 @@ def test_what_an_index_counts_is_what_it_takes() -> None:
 
 def test_an_index_forgets_a_few_blocks_in_each_step(monkeypatch: pytest.MonkeyPatch) -> None:
     """And knows all of the others meanwhile."""
-    monkeypatch.setattr("kvkit.router.index._SWEPT", 100)
+    monkeypatch.setattr("kvkit.router.index._SWEEP_BLOCKS", 100)
     index, count = BlockIndex(), 20_000
     events = [msgspec.convert(stored(number), KVEvent) for number in range(count)]
     for event in events:
@@ -109,7 +109,7 @@ def test_an_index_forgets_a_few_blocks_in_each_step(monkeypatch: pytest.MonkeyPa
         assert len(index._sweeping) >= left - 100 * steps
         for number in (0, count // 8, count // 4 - 1, count // 4):
             tokens = events[number].token_ids
-            assert index.tokens(tokens, None, "", engine_cache=True) == 8 * (number < count // 4)
+            assert index.held_tokens(tokens, None, "", engine_cache=True) == 8 * (number < count // 4)
     assert len(index._blocks) < count // 2
 
 

@@ -75,7 +75,7 @@ def index_of(*events: KVCacheEvent) -> BlockIndex:
 
 
 def found(index: BlockIndex, model: str | None = None, salt: str = "", *, engine_cache: bool = False) -> int:
-    return index.tokens(IDS, model, salt, engine_cache=engine_cache)
+    return index.held_tokens(IDS, model, salt, engine_cache=engine_cache)
 
 
 DISK = {"medium": "STORAGE", "ownership": "disk"}
@@ -153,13 +153,13 @@ def test_who_has_received_a_whole_round_knows_all() -> None:
     ):
         assert index_of(*events).complete == complete, events
     index = index_of(tier(4), tier(5))
-    index.forget()
+    index.clear()
     index.apply(index_event(tier(6)))
     assert not index.complete
 
 
 def test_what_is_gone_is_forgotten_and_may_come_back(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("kvkit.router.index._SPARE", 0)
+    monkeypatch.setattr("kvkit.router.index._SPARE_BLOCKS", 0)
     index = index_of(stored(0, 5), removed(0, 1))
     assert len(index._blocks) == 5
     index.apply(index_event(removed(3)))

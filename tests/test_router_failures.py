@@ -373,8 +373,8 @@ def test_nothing_follows_the_end_of_a_stream() -> None:
     async def answer(request: web.Request) -> web.StreamResponse:
         client = Client(request, 60.0)
         await client.send(b"data: 1\n\n")
-        await client.end(b"data: 2\n\n")
-        return await client.fail(504, "no answer within 100 s")
+        await client.end_stream(b"data: 2\n\n")
+        return await client.send_error(504, "no answer within 100 s")
 
     async def ask() -> bytes:
         app = web.Application()

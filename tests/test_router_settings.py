@@ -10,7 +10,7 @@ import pytest
 from typer.testing import CliRunner
 
 from kvkit.cli import app
-from kvkit.router.settings import engines, read_router_config
+from kvkit.router.settings import parse_engine_options, read_router_config
 from kvkit.settings import ConfigError
 
 D = {"d": {"url": "http://127.0.0.1:1"}}
@@ -19,7 +19,7 @@ D = {"d": {"url": "http://127.0.0.1:1"}}
 def test_the_command_line_wins_and_adds_engines(tmp_path: Path) -> None:
     path = tmp_path / "router.toml"
     path.write_text('port = 1\nspread = 7\n[decode.d0]\nurl = "http://h:1/v1/"\n')
-    config = read_router_config(path, port=2, decode=engines(["d1=https://h:2"], "decode"))
+    config = read_router_config(path, port=2, decode=parse_engine_options(["d1=https://h:2"], "decode"))
     assert (config.port, config.spread) == (2, 7)
     assert {name: engine.url for name, engine in config.decode.items()} == {
         "d0": "http://h:1",
@@ -28,15 +28,15 @@ def test_the_command_line_wins_and_adds_engines(tmp_path: Path) -> None:
 
 
 def test_engines_have_the_name_of_their_address_or_their_own() -> None:
-    found = engines(["http://h:1/?a=b", "mine=http://h:2"], "decode")
+    found = parse_engine_options(["http://h:1/?a=b", "mine=http://h:2"], "decode")
     assert found == {"h:1": {"url": "http://h:1/?a=b"}, "mine": {"url": "http://h:2"}}
     given = ["http://h:1,handoff=unix:///d.sock,cache=http://h:3", "b=http://h:2,token_file=t"]
-    assert engines(given, "decode") == {
+    assert parse_engine_options(given, "decode") == {
         "h:1": {"url": "http://h:1", "handoff": "unix:///d.sock", "cache": "http://h:3"},
         "b": {"url": "http://h:2", "token_file": "t"},
     }
     with pytest.raises(ConfigError, match="--decode http://h:1: there is a 'h:1' already"):
-        engines(["http://h:1", "http://h:1"], "decode")
+        parse_engine_options(["http://h:1", "http://h:1"], "decode")
 
 
 @pytest.mark.parametrize(

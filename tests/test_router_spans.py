@@ -9,7 +9,7 @@ from tokenizers import Tokenizer
 
 from kvkit.adapters.huggingface import smollm2
 from kvkit.router import spans
-from kvkit.router.spans import BEFORE, LEAST_TOKENS, TokenArray, common_end, find_spans
+from kvkit.router.spans import CONTEXTS, MIN_TOKENS, TokenArray, common_end, find_spans
 
 WORDS = " ".join(f"Word {n} of this document is as good as any other, isn't it?" for n in range(12))
 STRANGE = st.sampled_from(
@@ -60,8 +60,8 @@ def tokenizer() -> Tokenizer:
 
 
 def document_of(tokenizer: Tokenizer, text: str) -> TokenArray:
-    """As `Tokenizer.document` of the router has it."""
-    return common_end([tokenizer.encode(before + text).ids for before in BEFORE])
+    """As `Tokenizer.document_tokens` of the router has it."""
+    return common_end([tokenizer.encode(before + text).ids for before in CONTEXTS])
 
 
 @settings(max_examples=150, deadline=None)
@@ -84,8 +84,8 @@ def test_a_spans_tokens_are_the_documents(
         end = stop
         own = prompt.ids[start:stop]
         assert tokens[: len(own)].tolist() == own
-        assert len(tokens) - len(own) <= spans._LOOSE_END
-        assert len(own) >= LEAST_TOKENS // 2
+        assert len(tokens) - len(own) <= spans._UNSTABLE_TOKENS
+        assert len(own) >= MIN_TOKENS // 2
         covered = text[prompt.offsets[start][0] : prompt.offsets[stop - 1][1]]
         assert covered[2:-1] in document, "but for tokens that are parts of characters"
 

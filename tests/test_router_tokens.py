@@ -11,7 +11,7 @@ pytest.importorskip("aiohttp")
 
 from kvkit.router.marks import MarkedDocuments
 from kvkit.router.openai import ParsedRequest
-from kvkit.router.tokens import BEFORE, NoTokens, Tokenizer
+from kvkit.router.tokens import CONTEXTS, NoTokens, Tokenizer
 from kvkit.tiers.testing.contract import DEADLINE_S
 
 
@@ -56,14 +56,14 @@ def test_one_requests_documents_leave_room_for_others(behind: str | None) -> Non
         while not placing.done():
             most = max(most, await engine.settle())
             before = len(engine.asked)
-            other = asyncio.create_task(tokenizer.ids({"prompt": "another's"}, {}))
+            other = asyncio.create_task(tokenizer.tokenize({"prompt": "another's"}, {}))
             await engine.settle()
             assert engine.asked[before:][:1] == ["another's"], "it is asked at once"
             while engine.waiting:
                 engine.waiting.pop(0).set()
             await other
         asked, ids = placing.result()
-        assert most <= len(BEFORE)
+        assert most <= len(CONTEXTS)
         assert ids == tuple(PROMPT.encode())
         blend = asked.params["blend"]
         assert len(blend["documents"]) == len(TEXTS)
@@ -75,10 +75,10 @@ def test_a_question_that_finds_no_place_is_given_up() -> None:
     async def run() -> None:
         engine = SlowEngine()
         tokenizer = Tokenizer([engine], DEADLINE_S)  # type: ignore[list-item]
-        others = [asyncio.create_task(tokenizer.ids({"prompt": "a"}, {})) for _ in range(100)]
+        others = [asyncio.create_task(tokenizer.tokenize({"prompt": "a"}, {})) for _ in range(100)]
         await engine.settle()
         with pytest.raises(NoTokens, match=r"no answer within 0\.01 s"):
-            await tokenizer.ids({"prompt": "b"}, {}, 0.01)
+            await tokenizer.tokenize({"prompt": "b"}, {}, 0.01)
         for task in others:
             task.cancel()
         await asyncio.gather(*others, return_exceptions=True)

@@ -17,8 +17,8 @@ from kvkit.router.routing import (
     RoutingLimits,
     decide,
     direct_seconds,
-    measured,
     prefill_seconds,
+    update_speed,
 )
 
 TOKENS = st.integers(1, 100_000)
@@ -32,8 +32,8 @@ def candidates(role: str, least: int) -> st.SearchStrategy[list[Candidate]]:
         requests=st.integers(0, 20),
         waiting_tokens=st.integers(0, 100_000),
         held_tokens=st.none() | st.integers(0, 100_000),
-        prefill=SPEEDS,
-        handoff=SPEEDS,
+        prefill_speed=SPEEDS,
+        handoff_speed=SPEEDS,
     )
     return st.lists(one, min_size=least, max_size=5, unique_by=lambda c: c.name)
 
@@ -51,8 +51,8 @@ REQUESTS = st.fixed_dictionaries(
         "prefills": candidates("p", 0),
         "decodes": candidates("d", 1),
         "session": st.text(max_size=5),
-        "last": st.none() | st.integers(0, 9).map(lambda i: f"d{i}"),
-        "suitable": st.booleans(),
+        "last_decode": st.none() | st.integers(0, 9).map(lambda i: f"d{i}"),
+        "can_disaggregate": st.booleans(),
         "limits": LIMITS,
     }
 )
@@ -75,8 +75,8 @@ def chosen(**changed: Any) -> Decision:
         "prefills": [Candidate("p0"), Candidate("p1")],
         "decodes": [Candidate("d0"), Candidate("d1")],
         "session": "s",
-        "last": None,
-        "suitable": True,
+        "last_decode": None,
+        "can_disaggregate": True,
         "limits": RoutingLimits(),
     }
     return decide(**(request | changed))
@@ -97,8 +97,8 @@ def test_the_reason_holds(request: dict[str, Any]) -> None:
     found = decide(**request)
     decode = named(request["decodes"], found.decode)
     assert (found.prefill is not None) == (found.reason is RouteReason.MUCH_NEW)
-    assert (found.reason is RouteReason.UNSUITABLE) == (not request["suitable"])
-    if not request["suitable"]:
+    assert (found.reason is RouteReason.UNSUITABLE) == (not request["can_disaggregate"])
+    if not request["can_disaggregate"]:
         return
     assert (found.reason is RouteReason.LITTLE_NEW) == little(decode, tokens, limits)
     if little(decode, tokens, limits):
@@ -128,13 +128,13 @@ def test_no_decode_is_overloaded_for_the_sake_of_what_it_holds(request: dict[str
 
 @given(REQUESTS)
 def test_a_conversation_stays_unless_there_is_a_reason(request: dict[str, Any]) -> None:
-    last = request["decodes"][0]
-    request["last"] = last.name
+    last_decode = request["decodes"][0]
+    request["last_decode"] = last_decode.name
     found = named(request["decodes"], decide(**request).decode)
-    busy = last.requests - min(d.requests for d in request["decodes"]) > request["limits"].spread
-    known = found.held_tokens is not None and last.held_tokens is not None
-    more = (found.held_tokens or 0) - (last.held_tokens or 0) > request["limits"].direct_tokens
-    assert (found == last) or busy or (known and more)
+    busy = last_decode.requests - min(d.requests for d in request["decodes"]) > request["limits"].spread
+    known = found.held_tokens is not None and last_decode.held_tokens is not None
+    more = (found.held_tokens or 0) - (last_decode.held_tokens or 0) > request["limits"].direct_tokens
+    assert (found == last_decode) or busy or (known and more)
 
 
 @given(REQUESTS, st.integers(0, 100_000))
@@ -146,7 +146,7 @@ def test_holding_more_never_sends_a_request_over_p(request: dict[str, Any], more
         replace(d, held_tokens=(d.held_tokens or 0) + more) if d.name == found.decode else d
         for d in request["decodes"]
     ]
-    request["last"] = found.decode
+    request["last_decode"] = found.decode
     assume(decide(**request).decode == found.decode)
     assert decide(**request).prefill is None
 
@@ -176,7 +176,7 @@ def test_conversations_spread_over_equal_engines() -> None:
         ({"decodes": [Candidate("d0", held_tokens=9000)]}, (None, RouteReason.LITTLE_NEW)),
         ({"decodes": [Candidate("d0", held_tokens=8999)]}, ("p", RouteReason.MUCH_NEW)),
         ({"prefills": []}, (None, RouteReason.NO_PREFILL)),
-        ({"suitable": False}, (None, RouteReason.UNSUITABLE)),
+        ({"can_disaggregate": False}, (None, RouteReason.UNSUITABLE)),
     ],
 )
 def test_limits(changed: dict[str, Any], expected: tuple[str | None, RouteReason]) -> None:
@@ -185,24 +185,24 @@ def test_limits(changed: dict[str, Any], expected: tuple[str | None, RouteReason
 
 
 def test_a_p_with_a_long_queue_is_passed_over() -> None:
-    decodes = [Candidate("d0", prefill=1000.0, handoff=10_000.0)]
-    busy = Candidate("p0", waiting_tokens=9_000, prefill=1000.0)
+    decodes = [Candidate("d0", prefill_speed=1000.0, handoff_speed=10_000.0)]
+    busy = Candidate("p0", waiting_tokens=9_000, prefill_speed=1000.0)
     assert chosen(decodes=decodes, prefills=[busy]).prefill == "p0"  # 19 + 1 s against 10 s
     busier = replace(busy, waiting_tokens=9_001)
     assert chosen(decodes=decodes, prefills=[busier]).reason is RouteReason.SLOW_PREFILL
     assert chosen(decodes=decodes, prefills=[busier, replace(busy, name="p1")]).prefill == "p1"
-    faster = replace(busier, name="p2", prefill=2000.0)
+    faster = replace(busier, name="p2", prefill_speed=2000.0)
     assert chosen(decodes=decodes, prefills=[busy, faster]).prefill == "p2"
 
 
 def test_a_conversation_moves_only_for_much() -> None:
     def at(held: int) -> str:
         decodes = [Candidate("d0", held_tokens=1000), Candidate("d1", held_tokens=held)]
-        return chosen(decodes=decodes, last="d0").decode
+        return chosen(decodes=decodes, last_decode="d0").decode
 
     assert (at(1256), at(1257)) == ("d0", "d1")
     unknown = [Candidate("d0", held_tokens=None), Candidate("d1", held_tokens=9999)]
-    assert chosen(decodes=unknown, last="d0").decode == "d0"
+    assert chosen(decodes=unknown, last_decode="d0").decode == "d0"
 
 
 def test_without_a_decode_there_is_no_decision() -> None:
@@ -214,7 +214,7 @@ def test_without_a_decode_there_is_no_decision() -> None:
 def test_a_speed_lies_between_its_samples(samples: list[tuple[int, float]]) -> None:
     speed: float | None = None
     for tokens, seconds in samples:
-        speed = measured(speed, tokens, seconds)
+        speed = update_speed(speed, tokens, seconds)
     counted = [tokens / seconds for tokens, seconds in samples if tokens >= MIN_SAMPLE_TOKENS]
     if not counted:
         assert speed is None

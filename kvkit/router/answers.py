@@ -8,7 +8,7 @@ from typing import Any
 
 from kvkit.router.openai import Body, ParsedRequest
 
-_RESTARTED = (
+_RESTARTED_FIELDS = (
     *("stop", "echo", "seed", "tools", "logprobs", "presence_penalty", "frequency_penalty"),
     *("response_format", "structured_outputs", "repetition_detection"),
 )
@@ -37,23 +37,23 @@ class Answer:
         prompt_tokens: prompt length of the client's request; None until an engine reported it.
     """
 
-    def __init__(self, asked: ParsedRequest) -> None:
+    def __init__(self, request: ParsedRequest) -> None:
         self.finished = False
         self.took_over = False
         self.prompt_tokens: int | None = None
-        self._asked = asked
-        self._text = "text" if asked.kind == "completions" else "content"
+        self._request = request
+        self._text = "text" if request.kind == "completions" else "content"
         self._texts: dict[str, bytearray] = {}  # by field: what the client has, in _UTF32
         self._ids: list[int] = []  # kept even if the client does not get them
-        self._kept = 0
+        self._kept_count = 0
         self._prompt_ids: tuple[int, ...] = ()
         self._aligned: dict[str, int] = {}  # by field: last position at which tokens and text ended together
         self._position: dict[str, int] = {}  # by field: the current engine's position in the answer
         self._given_tokens = 0  # of the answer, in the current engine's prompt
         self._identity: Body = {}
         self._usage_sent = False
-        self._begun = False
-        self._plain = True
+        self._began = False
+        self._has_tokens = True
         self._calls_tools = False
         self._ended: dict[int, bool] = {}  # by index, for several choices
 
@@ -67,10 +67,10 @@ class Answer:
             CannotContinue: the engine took over, and makes another answer than the client has; or the answer
                 is longer than MAX_KEPT.
         """
-        self._begun = True
+        self._began = True
         self._identity = self._identity or {k: event[k] for k in ("id", "created") if k in event}
         client_event = {k: v for k, v in event.items() if k != "kv_transfer_params"} | self._identity
-        if not self._asked.single:
+        if not self._request.single:
             self._count_choices(client_event["choices"])
             return client_event
         if client_event.get("usage"):
@@ -97,14 +97,14 @@ class Answer:
     def resume(self) -> ParsedRequest:
         """Return the request for another engine after the current one failed; `advance` then gets its events.
         Raises CannotContinue if the answer has several choices or tool calls."""
-        if not self._begun:
-            return self._asked
-        if not self._asked.single or self._calls_tools:
+        if not self._began:
+            return self._request
+        if not self._request.single or self._calls_tools:
             raise CannotContinue("no other engine can continue an answer with several choices or tool calls")
         self.took_over = True
         ids = self._ids
         kept = self._aligned.get(_IDS, 0)
-        max_tokens = self._asked.max_tokens
+        max_tokens = self._request.max_tokens
         remaining = None if max_tokens is None else max_tokens - kept
         if not self._can_continue or kept == 0 or (remaining is not None and remaining <= 0):
             kept, remaining = 0, max_tokens
@@ -112,26 +112,26 @@ class Answer:
             del ids[kept:]
         if kept == 0:
             self._position, self._given_tokens = {}, 0
-            return self._asked
+            return self._request
         self._position, self._given_tokens = dict(self._aligned), kept
-        body = dict(self._asked.body)
+        body = dict(self._request.body)
         if remaining is not None:
             limits = [n for n in ("max_tokens", "max_completion_tokens") if body.get(n) is not None]
             body |= dict.fromkeys(limits or ["max_tokens"], remaining)
         if body.get("min_tokens"):
             body["min_tokens"] = max(0, body["min_tokens"] - kept)
-        return replace(self._asked, body=body, token_ids=(*self._prompt_ids, *ids[:kept]))
+        return replace(self._request, body=body, token_ids=(*self._prompt_ids, *ids[:kept]))
 
     def last_event(self) -> Body | None:
         """Return the usage event that the engine did not send before it failed; None: none is missing."""
-        if not self._asked.includes_usage or self._usage_sent or self.prompt_tokens is None:
+        if not self._request.includes_usage or self._usage_sent or self.prompt_tokens is None:
             return None
         prompt, completion = self.prompt_tokens, len(self._ids)
-        kind = "text_completion" if self._asked.kind == "completions" else "chat.completion.chunk"
+        kind = "text_completion" if self._request.kind == "completions" else "chat.completion.chunk"
         return {
             **self._identity,
             "object": kind,
-            "model": self._asked.body.get("model"),
+            "model": self._request.body.get("model"),
             "choices": [],
             "usage": {
                 "prompt_tokens": prompt,
@@ -142,17 +142,17 @@ class Answer:
 
     @property
     def _shows_ids(self) -> bool:
-        return bool(self._asked.body.get("return_token_ids"))
+        return bool(self._request.body.get("return_token_ids"))
 
     @property
     def _can_continue(self) -> bool:
         """True if an engine that gets the tokens so far continues as their engine would have."""
-        return self._plain and not any(self._asked.body.get(name) for name in _RESTARTED)
+        return self._has_tokens and not any(self._request.body.get(name) for name in _RESTARTED_FIELDS)
 
     def _count_choices(self, choices: Sequence[Mapping[str, Any]]) -> None:
         """Record which of several choices have ended."""
         self._ended |= {c.get("index") or 0: c.get("finish_reason") is not None for c in choices}
-        self.finished = len(self._ended) == self._asked.most_choices and all(self._ended.values())
+        self.finished = len(self._ended) == self._request.max_choices and all(self._ended.values())
 
     def _record_prompt(self, event: Body, choice: Body) -> None:
         """Record the prompt's tokens of the first event; remove them unless the client asked for them."""
@@ -166,51 +166,51 @@ class Answer:
 
     def _advance_choice(self, choice: Body) -> bool:
         """Record what is new in a choice, and remove the rest; return whether to send it. Mutates."""
-        delta, others = choice, False
+        delta, has_other_fields = choice, False
         names = {self._text} if isinstance(choice.get(self._text), str) else set()
-        if self._asked.kind == "chat":
+        if self._request.kind == "chat":
             delta = choice["delta"] = dict(choice.get("delta") or {})
             if self.took_over:
                 delta.pop("role", None)
             names = {name for name, value in delta.items() if isinstance(value, str)} - {"role"}
-            others = any(value for name, value in delta.items() if name not in names)
-            self._plain = self._plain and names <= {self._text}
+            has_other_fields = any(value for name, value in delta.items() if name not in names)
+            self._has_tokens = self._has_tokens and names <= {self._text}
             self._calls_tools = self._calls_tools or bool(delta.get("tool_calls"))
-        texts = {name: self._catch_up(name, delta[name]) for name in names}
+        texts = {name: self._append_new(name, delta[name]) for name in names}
         delta |= texts
         ids, new_ids = choice.pop(_IDS, None), []
         if ids is None:
-            self._plain = self._plain and not any(texts.values())  # the text's tokens are not known
+            self._has_tokens = self._has_tokens and not any(texts.values())  # else some tokens are not known
         else:
-            new_ids = self._catch_up(_IDS, ids)
+            new_ids = self._append_new(_IDS, ids)
             if len(ids) == 1 and texts.get(self._text):
                 self._aligned = dict(self._position)
             if self._shows_ids:
                 choice[_IDS] = new_ids
         if self.took_over:
-            return others or any(texts.values()) or bool(new_ids and self._shows_ids)
+            return has_other_fields or any(texts.values()) or bool(new_ids and self._shows_ids)
         return delta is choice or bool(delta) or bool(new_ids and self._shows_ids)
 
-    def _catch_up(self, name: str, piece: Any) -> Any:
+    def _append_new(self, name: str, piece: Any) -> Any:
         """Record `piece`, and return its end that is new."""
         start = self._position.get(name, 0)
         text = self._texts.setdefault(name, bytearray()) if isinstance(piece, str) else None
-        known: Any = self._ids[start : start + len(piece)] if text is None else _read(text, start, len(piece))
+        stop = start + len(piece)
+        known: Any = self._ids[start:stop] if text is None else _chars(text, start, stop)
         if piece[: len(known)] != known:
             raise CannotContinue("the engine that took over makes another answer than the client has")
         new = piece[len(known) :]
-        self._kept += len(new)
-        if self._kept > MAX_KEPT:
+        self._kept_count += len(new)
+        if self._kept_count > MAX_KEPT:
             raise CannotContinue(f"the answer is longer than {MAX_KEPT} characters and tokens")
         if text is None:
             self._ids += new
         else:
             text += new.encode(_UTF32, "surrogatepass")
-        self._position[name] = start + len(piece)
+        self._position[name] = stop
         return new
 
 
-def _read(text: bytearray, start: int, chars: int) -> str:
-    """Return `chars` characters from `start` on, or fewer at the end of the text."""
-    data = text[start * _CHAR_BYTES : (start + chars) * _CHAR_BYTES]
-    return data.decode(_UTF32, "surrogatepass")
+def _chars(text: bytearray, start: int, stop: int) -> str:
+    """Return characters `start` to `stop`, or fewer at the end of the text."""
+    return text[start * _CHAR_BYTES : stop * _CHAR_BYTES].decode(_UTF32, "surrogatepass")

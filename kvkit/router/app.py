@@ -29,9 +29,9 @@ from kvkit.observe.access import listen
 from kvkit.router import openai
 from kvkit.router.clients import MAX_BODY_BYTES, Client, ClientDisconnected, NullClient
 from kvkit.router.connections import IDLE_S, BoundedSite, BusyConnections, raise_limit
-from kvkit.router.dispatch import Dispatcher, Failed, RoutedRequest
+from kvkit.router.dispatch import Dispatcher, RequestFailed, RoutedRequest
 from kvkit.router.documents import Documents, PostedDocument
-from kvkit.router.engines import PLAIN, EngineFailed, Refused, engines_of
+from kvkit.router.engines import IDENTITY_ENCODING, EngineFailed, RequestRefused, open_engines
 from kvkit.router.events import EventLookup, EventSubscriber
 from kvkit.router.lookups import CacheLookup, Lookup
 from kvkit.router.marks import extract_documents
@@ -47,10 +47,10 @@ log = logging.getLogger(__name__)
 
 _SESSION_HEADER = "X-Session-ID"
 _REQUEST_HEADER = "X-Request-Id"
-_PASSED_ON = ("Authorization", _SESSION_HEADER, "traceparent", "tracestate")
+_FORWARDED_HEADERS = ("Authorization", _SESSION_HEADER, "traceparent", "tracestate")
 _CLIENT_LEFT = 499
 _CLOSE_S = 10.0
-_Answering = Callable[[Client, dict[str, str], bytes], Awaitable[web.StreamResponse]]
+_AnswerFunction = Callable[[Client, dict[str, str], bytes], Awaitable[web.StreamResponse]]
 
 
 class Router:
@@ -66,7 +66,7 @@ class Router:
     def __init__(self, config: RouterConfig, lookup: Lookup | None = None) -> None:
         self._config = config
         self._lookup = lookup
-        self._warmers = 0 if config.blend is None else config.blend.first_use
+        self._warmer_count = 0 if config.blend is None else config.blend.first_use
         self.busy = BusyConnections()
 
     def runner(self, close_s: float) -> web.AppRunner:
@@ -82,21 +82,21 @@ class Router:
     def app(self) -> web.Application:
         """Return a new application."""
         app = web.Application(client_max_size=MAX_BODY_BYTES, middlewares=[self.busy.middleware])
-        app.cleanup_ctx.append(self._engines_open)
+        app.cleanup_ctx.append(self._run_engines)
         for kind, path in openai.PATHS.items():
             app.router.add_post(path, partial(self._serve, kind))
         if self._config.blend is not None:
             app.router.add_post("/v1/documents", self._post_document)
             app.router.add_get("/v1/documents/{id}", self._get_document)
             app.router.add_delete("/v1/documents/{id}", self._delete_document)
-        app.router.add_get("/v1/models", self._pass_on)
-        app.router.add_post("/tokenize", self._pass_on)
-        app.router.add_post("/detokenize", self._pass_on)
+        app.router.add_get("/v1/models", self._forward)
+        app.router.add_post("/tokenize", self._forward)
+        app.router.add_post("/detokenize", self._forward)
         app.router.add_get("/health", self._health)
         app.router.add_get("/metrics", self._show_metrics)
         return app
 
-    async def _engines_open(self, _: web.Application) -> AsyncIterator[None]:
+    async def _run_engines(self, _: web.Application) -> AsyncIterator[None]:
         """Connect to the engines, and watch their health, while the server runs."""
         config = self._config
         # one connection per request: a reused one may be closing, and aiohttp does not resend a POST
@@ -106,11 +106,11 @@ class Router:
             connector=connector,
             timeout=timeout,
             cookie_jar=aiohttp.DummyCookieJar(),
-            headers=PLAIN,
+            headers=IDENTITY_ENCODING,
             auto_decompress=False,
         ) as session:
-            prefills = engines_of("prefill", config, session)
-            decodes = engines_of("decode", config, session)
+            prefills = open_engines("prefill", config, session)
+            decodes = open_engines("decode", config, session)
             self._engines = engines = [*prefills, *decodes]
             self._metrics = RouterMetrics(engines)
             has_cache = any(engine.config.cache for engine in engines)
@@ -132,7 +132,7 @@ class Router:
             self._warmer = DocumentWarmer(self._compute_later, self._documents, self._metrics)
             tasks = [asyncio.create_task(engine.monitor()) for engine in engines]
             tasks += [asyncio.create_task(subscriber.run()) for subscriber in subscribers.values()]
-            tasks += [asyncio.create_task(self._warmer.run()) for _ in range(self._warmers)]
+            tasks += [asyncio.create_task(self._warmer.run()) for _ in range(self._warmer_count)]
             yield
             for task in tasks:
                 task.cancel()
@@ -144,13 +144,13 @@ class Router:
         async def complete(client: Client, headers: dict[str, str], data: bytes) -> web.StreamResponse:
             parsed = openai.parse(kind, data)
             openai.check_request_policy(parsed, self._config.requests)
-            text_of = partial(self._documents.text_of, asked=parsed)
+            text_of = partial(self._documents.text_of, request=parsed)
             parsed, marked = extract_documents(parsed, self._config.blend, text_of)
             parsed, ids = await self._tokenizer.locate_documents(parsed, marked, headers)
             session = openai.session_of(parsed, request.headers.get(_SESSION_HEADER))
             routed = RoutedRequest(client, parsed, headers[_REQUEST_HEADER], session, headers, ids)
             response = await self._dispatcher.answer(routed)
-            if self._warmers and requests.FIELD not in parsed.params:
+            if self._warmer_count and requests.FIELD not in parsed.params:
                 self._warmer.offer(parsed, ids, headers)
             return response
 
@@ -167,15 +167,15 @@ class Router:
         """Make an engine compute a posted document."""
 
         async def compute(client: Client, headers: dict[str, str], data: bytes) -> web.StreamResponse:
-            document, seconds = await self._documents.read(data, headers)
+            document, seconds = await self._documents.parse(data, headers)
             await self._compute(client, document, headers)
             return web.json_response(await self._documents.remember(document, seconds))
 
         return await self._answer(request, compute)
 
     async def _compute(self, client: Client, document: PostedDocument, headers: Headers) -> None:
-        request = RoutedRequest(client, document.asked, headers[_REQUEST_HEADER], document.id, headers)
-        await self._dispatcher.answer(request)
+        routed = RoutedRequest(client, document.request, headers[_REQUEST_HEADER], document.id, headers)
+        await self._dispatcher.answer(routed)
 
     async def _compute_later(self, document: PostedDocument, headers: Headers) -> None:
         """Compute a document of an answered prompt, with only the Authorization of its headers."""
@@ -195,10 +195,10 @@ class Router:
 
         return await self._answer(request, forget)
 
-    async def _pass_on(self, request: web.Request) -> web.StreamResponse:
+    async def _forward(self, request: web.Request) -> web.StreamResponse:
         """Answer with what a D answers; if it fails, ask the next D."""
 
-        async def first(_: Client, headers: dict[str, str], data: bytes) -> web.StreamResponse:
+        async def forward(_: Client, headers: dict[str, str], data: bytes) -> web.StreamResponse:
             method, path, limit_s = request.method, request.path, self._config.prefill_timeout_s
             failure: EngineFailed | None = None
             for engine in self._engines:
@@ -210,11 +210,11 @@ class Router:
                     else:
                         return web.json_response(reply)
             message = f"no decode engine answers: {failure or 'none is up'}"
-            raise Failed(503, message, None if failure is None else failure.answer)
+            raise RequestFailed(503, message, None if failure is None else failure.answer)
 
-        return await self._answer(request, first)
+        return await self._answer(request, forward)
 
-    async def _answer(self, request: web.Request, answer: _Answering) -> web.StreamResponse:
+    async def _answer(self, request: web.Request, answer: _AnswerFunction) -> web.StreamResponse:
         """Call `answer` with the client, headers for engines and the body; turn errors into responses."""
         client, limit_s = Client(request, self._config.idle_timeout_s), self._config.request_timeout_s
         try:
@@ -222,21 +222,21 @@ class Router:
                 async with asyncio.timeout(limit_s):
                     return await answer(client, _headers(request), await client.read())
             except openai.BadRequest as error:
-                return await client.fail(error.status, str(error))
-            except (Refused, Failed) as error:
-                if error.answer is None or client.began:
-                    return await client.fail(error.status, str(error))
+                return await client.send_error(error.status, str(error))
+            except (RequestRefused, RequestFailed) as error:
+                if error.answer is None or client.stream_began:
+                    return await client.send_error(error.status, str(error))
                 status, body = error.answer  # passed on unchanged
                 return web.Response(status=status, body=body, content_type="application/json")
             except NoTokens as error:
-                return await client.fail(503, str(error))
+                return await client.send_error(503, str(error))
             except TimeoutError:
-                return await client.fail(504, f"no answer within {limit_s:g} s")
+                return await client.send_error(504, f"no answer within {limit_s:g} s")
             except ClientDisconnected:
                 raise
             except Exception:
                 log.exception("internal error in the router")
-                return await client.fail(500, "internal error in the router; see the router's log")
+                return await client.send_error(500, "internal error in the router; see the router's log")
         except ClientDisconnected:
             return web.Response(status=_CLIENT_LEFT)
 
@@ -280,9 +280,9 @@ async def _run(router: Router, listening: socket.socket, max_connections: int) -
 
 def _headers(request: web.Request) -> dict[str, str]:
     """Return the headers to pass to engines. Raises BadRequest if one is not printable text."""
-    for name in (*_PASSED_ON, _REQUEST_HEADER):
+    for name in (*_FORWARDED_HEADERS, _REQUEST_HEADER):
         value = request.headers.get(name, "")
         if not value.isprintable():
             raise openai.BadRequest(f"{name}: want printable text in UTF-8")
-    passed = {name: request.headers[name] for name in _PASSED_ON if name in request.headers}
+    passed = {name: request.headers[name] for name in _FORWARDED_HEADERS if name in request.headers}
     return passed | {_REQUEST_HEADER: request.headers.get(_REQUEST_HEADER) or uuid.uuid4().hex}

@@ -33,7 +33,7 @@ class Client:
         self._ended = False
 
     @property
-    def began(self) -> bool:
+    def stream_began(self) -> bool:
         """True if the stream to the client has begun."""
         return self._stream is not None
 
@@ -65,19 +65,19 @@ class Client:
             await self._stream.write(data)
             return self._stream
 
-    async def end(self, events: bytes = b"") -> web.StreamResponse:
+    async def end_stream(self, events: bytes = b"") -> web.StreamResponse:
         """Send the last events, and end the stream."""
         self._ended = True  # set first: if a deadline expires while the client reads, these are already sent
         return await self.send(events + openai.DONE_EVENT)
 
-    async def fail(self, status: int, message: str) -> web.StreamResponse:
+    async def send_error(self, status: int, message: str) -> web.StreamResponse:
         """Send an error: in the stream if that has begun, not at all if that has ended."""
         error = openai.error_body(status, message)
         if self._stream is None:
             return web.json_response(error, status=status)
         if self._ended:
             return self._stream
-        return await self.end(openai.event_bytes(error))
+        return await self.end_stream(openai.event_bytes(error))
 
     @asynccontextmanager
     async def _deadline(self) -> AsyncIterator[None]:

@@ -28,13 +28,14 @@ def router(
 
     try:
         from kvkit.router.app import serve
-        from kvkit.router.settings import engines, read_router_config
+        from kvkit.router.settings import parse_engine_options, read_router_config
     except ImportError as error:
         sys.exit(f"{error.name} is missing: pip install 'kvkit-llm[router]'")
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s")
     try:
         options: dict[str, Any] = {"host": host, "port": port}
-        options |= {"prefill": engines(prefill or [], "prefill"), "decode": engines(decode or [], "decode")}
+        for role, given in (("prefill", prefill), ("decode", decode)):
+            options[role] = parse_engine_options(given or [], role)
         options = {name: value for name, value in options.items() if value not in (None, {})}
         serve(read_router_config(config, **options))
     except ConfigError as error:

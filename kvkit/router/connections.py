@@ -20,11 +20,11 @@ log = logging.getLogger(__name__)
 MAX_CONNECTIONS = 16_384
 IDLE_S = 75.0
 """Time that a connection may be idle, or take to send the head of a request, in seconds."""
-_OTHERS = 64
+_RESERVED = 64
 """File descriptors for things other than requests."""
-_OF_REQUEST = 3
+_PER_REQUEST = 3
 """File descriptors per request: for its client, for its engine, and for a lookup in another engine."""
-_AT_ONCE = 16
+_CLOSED_FRACTION = 16
 """Share of connections (1 in 16) that may be closed at once: the search for idle ones takes time."""
 _PAUSE_S = 0.1
 
@@ -32,11 +32,11 @@ _PAUSE_S = 0.1
 def raise_limit() -> int:
     """Raise the process's limit of file descriptors; return how many connections it allows."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    required = MAX_CONNECTIONS * _OF_REQUEST + _OTHERS
+    required = MAX_CONNECTIONS * _PER_REQUEST + _RESERVED
     if 0 <= soft < required:  # (a negative value means no limit)
         soft = required if hard < 0 else min(required, hard)
         resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
-    return MAX_CONNECTIONS if soft < 0 else max(1, min(required, soft) - _OTHERS) // _OF_REQUEST
+    return MAX_CONNECTIONS if soft < 0 else max(1, min(required, soft) - _RESERVED) // _PER_REQUEST
 
 
 class BusyConnections:
@@ -63,16 +63,16 @@ class BoundedSite(web.BaseSite):
 
     Args:
         listening: listening socket.
-        most: maximum number of connections.
+        limit: maximum number of connections.
     """
 
     def __init__(
-        self, runner: web.AppRunner, listening: socket.socket, busy: BusyConnections, most: int
+        self, runner: web.AppRunner, listening: socket.socket, busy: BusyConnections, limit: int
     ) -> None:
         super().__init__(runner)
         self._listening = listening
         self._busy = busy
-        self._most = most
+        self._limit = limit
         self._accepting: asyncio.Task[None] | None = None
 
     @property
@@ -100,7 +100,9 @@ class BoundedSite(web.BaseSite):
                 accepted, _ = await loop.sock_accept(self._listening)
                 while not self._make_room(server):
                     if not failing:
-                        log.warning("all %d connections have requests: none are accepted for now", self._most)
+                        log.warning(
+                            "all %d connections have requests: none are accepted for now", self._limit
+                        )
                     failing = True
                     await asyncio.sleep(_PAUSE_S)
                 await loop.connect_accepted_socket(server, accepted)
@@ -116,9 +118,9 @@ class BoundedSite(web.BaseSite):
     def _make_room(self, server: web.Server) -> bool:
         """Close the oldest idle connections, if the limit is reached; return whether there is room."""
         connected = [connection for connection in server.connections if connection.transport is not None]
-        if len(connected) < self._most:
+        if len(connected) < self._limit:
             return True
         idle = [connection for connection in connected if connection not in self._busy]
-        for connection in idle[: max(1, self._most // _AT_ONCE)]:
+        for connection in idle[: max(1, self._limit // _CLOSED_FRACTION)]:
             connection.force_close()
         return bool(idle)

@@ -18,18 +18,18 @@ from kvkit.router import openai
 from kvkit.router.answers import Answer, CannotContinue
 from kvkit.router.clients import Client
 from kvkit.router.engines import (
-    RETRIED,
+    RETRIED_STATUSES,
     Engine,
     EngineAnswer,
     EngineFailed,
     EngineRole,
     EngineShare,
-    Refused,
+    RequestRefused,
 )
 from kvkit.router.lookups import Lookup, ask_each, held_tokens
 from kvkit.router.metrics import RouterMetrics
 from kvkit.router.openai import Body, ParsedRequest
-from kvkit.router.routing import Candidate, Decision, decide, measured
+from kvkit.router.routing import Candidate, Decision, decide, update_speed
 from kvkit.router.settings import RouterConfig
 from kvkit.router.tokens import NoTokens, Tokenizer
 
@@ -39,7 +39,7 @@ MAX_SESSIONS = 100_000
 """Maximum number of conversations to remember, each with its last D."""
 
 
-class Failed(Exception):
+class RequestFailed(Exception):
     """No engine could answer a request.
 
     Attributes:
@@ -57,7 +57,7 @@ class RoutedRequest:
     """A request in flight.
 
     Attributes:
-        asked: the client's request.
+        request: the client's request.
         id: request id in the log and for the engines.
         session: name of its conversation.
         headers: headers for the engines.
@@ -65,13 +65,13 @@ class RoutedRequest:
         held: by engine, number of prompt tokens that it need not compute.
         failed: names of the engines that failed the request.
         answer: the stream so far.
-        rest: request to the engines: `asked`, or one for the missing part of the answer.
-        prompt_tokens: number of prompt tokens of `asked`; an estimate until an engine was asked.
+        engine_request: request to the engines: `request`, or one for the missing part of the answer.
+        prompt_tokens: number of prompt tokens of `request`; an estimate until an engine was asked.
         can_disaggregate: True if P may compute the prompt.
     """
 
     client: Client
-    asked: ParsedRequest
+    request: ParsedRequest
     id: str
     session: str
     headers: Mapping[str, str]
@@ -79,23 +79,24 @@ class RoutedRequest:
     held: dict[str, int | None] = field(default_factory=dict)
     failed: set[str] = field(default_factory=set)
     answer: Answer = field(init=False)
-    rest: ParsedRequest = field(init=False)
+    engine_request: ParsedRequest = field(init=False)
     prompt_tokens: int = field(init=False)
     can_disaggregate: bool = field(init=False)
 
     def __post_init__(self) -> None:
-        self.prompt_tokens = openai.estimated_tokens(self.asked)
-        self.can_disaggregate = self.asked.can_disaggregate
+        self.prompt_tokens = openai.estimated_tokens(self.request)
+        self.can_disaggregate = self.request.can_disaggregate
         self.restart()
 
     def restart(self) -> None:
         """Request the whole answer, because the client has none of it. Mutates."""
-        self.answer, self.rest = Answer(self.asked), self.asked
+        self.answer, self.engine_request = Answer(self.request), self.request
 
     @property
     def tokens(self) -> int:
         """Number of tokens of the prompt that engines get."""
-        return self.prompt_tokens if self.rest.token_ids is None else len(self.rest.token_ids)
+        ids = self.engine_request.token_ids
+        return self.prompt_tokens if ids is None else len(ids)
 
     def candidate(self, engine: Engine) -> Candidate:
         """Return an engine as a candidate for this request."""
@@ -128,22 +129,22 @@ class Dispatcher:
         """Answer a request. Mutates `routed`.
 
         Raises:
-            Failed: no engine can answer.
-            Refused: an engine rejected the request as wrong.
+            RequestFailed: no engine can answer.
+            RequestRefused: an engine rejected the request as wrong.
             ClientDisconnected: the client disconnected, or stopped reading.
         """
-        await self._look_up(routed)
+        await self._find_held_tokens(routed)
         try:
-            response = await self._attempts(routed)
-        except (Failed, Refused):
-            if routed.client.began:
+            response = await self._attempt_until_answered(routed)
+        except (RequestFailed, RequestRefused):
+            if routed.client.stream_began:
                 self._metrics.takeovers.labels("failed").inc()
             raise
         if routed.answer.took_over:
             self._metrics.takeovers.labels("continued").inc()
         return response
 
-    async def _attempts(self, routed: RoutedRequest) -> web.StreamResponse:
+    async def _attempt_until_answered(self, routed: RoutedRequest) -> web.StreamResponse:
         """Make one attempt after another, each without the engines that failed before."""
         failure: EngineFailed | None = None
         while True:
@@ -154,68 +155,68 @@ class Dispatcher:
                 failure = error
             log.warning("%s: %s", routed.id, failure)
             self._metrics.failures.labels(failure.engine.name, failure.cause).inc()
-            if decision.prefill and failure.cause == "error" and self._remaining(routed) == [failure.engine]:
+            if decision.prefill and failure.cause == "error" and self._usable(routed) == [failure.engine]:
                 routed.can_disaggregate = False  # the handoff may be the cause: ask D again without handoff
             else:
                 routed.failed.add(failure.engine.name)
-            if not routed.client.began:
+            if not routed.client.stream_began:
                 routed.restart()
             elif failure.engine.role == "decode":
                 if routed.answer.finished:
                     usage = routed.answer.last_event()
                     last = b"" if usage is None else openai.event_bytes(usage)
-                    return await routed.client.end(last)
+                    return await routed.client.end_stream(last)
                 try:
-                    routed.rest = routed.answer.resume()
+                    routed.engine_request = routed.answer.resume()
                 except CannotContinue as error:
-                    raise Failed(502, f"{failure}; {error}") from failure
+                    raise RequestFailed(502, f"{failure}; {error}") from failure
 
-    def _remaining(self, routed: RoutedRequest, role: EngineRole = "decode") -> list[Engine]:
+    def _usable(self, routed: RoutedRequest, role: EngineRole = "decode") -> list[Engine]:
         """Return the engines of a role that are up and have not failed this request."""
         engines = self._engines.values()
         return [e for e in engines if e.role == role and e.up and e.name not in routed.failed]
 
-    async def _look_up(self, routed: RoutedRequest) -> None:
+    async def _find_held_tokens(self, routed: RoutedRequest) -> None:
         """Look the prompt up in the engines. Mutates `routed`; the result of a late engine stays unknown."""
-        if self._lookup is None or not (routed.can_disaggregate or routed.asked.blends):
+        if self._lookup is None or not (routed.can_disaggregate or routed.request.blends):
             return
         limit_s = self._config.lookup_timeout_s
         with self._metrics.seconds.labels("lookup").time():
-            tokens = await self._tokens(routed)
-            if tokens is None:
+            ids = await self._prompt_ids(routed)
+            if ids is None:
                 return
-            routed.prompt_tokens = len(tokens)
+            routed.prompt_tokens = len(ids)
             lookup, up = self._lookup, list(self._engines.values())
-            routed.held = await ask_each(up, lambda e: held_tokens(lookup, e, routed.asked, tokens), limit_s)
+            routed.held = await ask_each(up, lambda e: held_tokens(lookup, e, routed.request, ids), limit_s)
 
-    async def _tokens(self, routed: RoutedRequest) -> tuple[int, ...] | None:
+    async def _prompt_ids(self, routed: RoutedRequest) -> tuple[int, ...] | None:
         """Return the prompt's token ids; None: no engine returned them in time."""
-        token_ids = routed.asked.prompt_ids if routed.token_ids is None else routed.token_ids
+        token_ids = routed.request.prompt_ids if routed.token_ids is None else routed.token_ids
         if token_ids is not None:
             return token_ids
-        body, limit_s = openai.tokenize_body(routed.asked), self._config.lookup_timeout_s
+        body, limit_s = openai.tokenize_body(routed.request), self._config.lookup_timeout_s
         try:
-            return await self._tokenizer.ids(body, routed.headers, limit_s)
-        except (NoTokens, Refused) as error:
+            return await self._tokenizer.tokenize(body, routed.headers, limit_s)
+        except (NoTokens, RequestRefused) as error:
             log.warning("no lookup: /tokenize: %s", error)
             return None
 
     def _decide(self, routed: RoutedRequest, failure: EngineFailed | None) -> Decision:
         """Choose the engines of the next attempt. Raises Failed if no D is left."""
-        decodes = self._remaining(routed)
+        decodes = self._usable(routed)
         if not decodes:
-            raise Failed(
+            raise RequestFailed(
                 503 if failure is None else 502,
                 f"no decode engine is left: {failure or 'none is up'}",
                 None if failure is None else failure.answer,
             )
         decision = decide(
             routed.tokens,
-            [routed.candidate(engine) for engine in self._remaining(routed, "prefill")],
+            [routed.candidate(engine) for engine in self._usable(routed, "prefill")],
             [routed.candidate(engine) for engine in decodes],
             session=routed.session,
-            last=self._sessions.get(routed.session),
-            suitable=routed.can_disaggregate,
+            last_decode=self._sessions.get(routed.session),
+            can_disaggregate=routed.can_disaggregate,
             limits=self._config,
         )
         route = f"{decision.prefill} -> {decision.decode}" if decision.prefill else decision.decode
@@ -231,19 +232,19 @@ class Dispatcher:
         decode = self._engines[decision.decode]
         params: Body | None = None
         # D counts the request already during prefill; otherwise all of P's requests would go to the same D
-        with decode.working(0 if decision.prefill else decision.new_tokens) as share:
+        with decode.counted_request(0 if decision.prefill else decision.new_tokens) as share:
             if decision.prefill:
                 prefill = self._engines[decision.prefill]
                 try:
                     params = await self._prefill(routed, prefill, decode, decision.new_tokens)
-                except Refused as refusal:  # the client gets an error only if D refuses, too
+                except RequestRefused as refusal:  # the client gets an error only if D refuses, too
                     log.warning("prefill engine %s refuses the request: %s", prefill.name, refusal)
                     routed.can_disaggregate = False
                 if params is None:
                     share.tokens = routed.candidate(decode).new_tokens(routed.tokens)
-            if routed.rest.streams:
+            if routed.engine_request.streams:
                 return await self._stream(routed, params, decode, share)
-            return await self._whole(routed, params, decode)
+            return await self._reply(routed, params, decode)
 
     async def _prefill(
         self, routed: RoutedRequest, prefill: Engine, decode: Engine, new_tokens: int
@@ -257,16 +258,16 @@ class Dispatcher:
         if decode.config.handoff is not None:
             prefill_params["handoff"] = decode.config.handoff
         start = _now()
-        with prefill.working(new_tokens), self._metrics.seconds.labels("prefill").time():
-            reply = await self._reply(
+        with prefill.counted_request(new_tokens), self._metrics.seconds.labels("prefill").time():
+            reply = await self._ask_engine(
                 routed,
                 prefill,
-                openai.prefill_body(routed.rest, prefill_params),
+                openai.prefill_body(routed.engine_request, prefill_params),
                 self._config.prefill_timeout_s,
             )
         computed = openai.computed_tokens(reply)
         tokens = new_tokens if computed is None else computed
-        prefill.prefill = measured(prefill.prefill, tokens, _now() - start)
+        prefill.prefill_speed = update_speed(prefill.prefill_speed, tokens, _now() - start)
         decode_params = reply.get("kv_transfer_params")
         if decode_params and not isinstance(decode_params, dict):
             message = f"it answered kv_transfer_params = {decode_params!r}, want an object"
@@ -284,19 +285,19 @@ class Dispatcher:
             self._metrics.failures.labels(prefill.name, "kept").inc()
         return decode_params or None
 
-    async def _whole(self, routed: RoutedRequest, params: Body | None, decode: Engine) -> web.StreamResponse:
+    async def _reply(self, routed: RoutedRequest, params: Body | None, decode: Engine) -> web.StreamResponse:
         """Return an answer that is not a stream."""
-        body = openai.decode_body(routed.rest, params)
-        reply = await self._reply(routed, decode, body, self._config.request_timeout_s)
-        self._remember(routed, decode)
-        openai.hide_params(reply)
+        body = openai.decode_body(routed.engine_request, params)
+        reply = await self._ask_engine(routed, decode, body, self._config.request_timeout_s)
+        self._remember_session(routed, decode)
+        openai.remove_params(reply)
         return web.json_response(reply)
 
-    async def _reply(self, routed: RoutedRequest, engine: Engine, body: Body, limit_s: float) -> Body:
+    async def _ask_engine(self, routed: RoutedRequest, engine: Engine, body: Body, limit_s: float) -> Body:
         """Return an engine's whole answer."""
-        read = partial(openai.read_answer, routed.rest)
-        reply = await engine.ask("POST", routed.rest.path, body, routed.headers, limit_s, read)
-        if openai.aborted(reply):
+        read = partial(openai.read_answer, routed.engine_request)
+        reply = await engine.ask("POST", routed.engine_request.path, body, routed.headers, limit_s, read)
+        if openai.is_aborted(reply):
             raise EngineFailed(engine, "aborted", "it aborted the request")
         return reply
 
@@ -305,36 +306,36 @@ class Dispatcher:
     ) -> web.StreamResponse:
         """Stream an answer, or the rest of one, to the client."""
         start, began = _now(), False
-        body, limit_s = openai.decode_body(routed.rest, params), self._config.first_token_timeout_s
-        async with decode.request("POST", routed.rest.path, body, routed.headers, limit_s) as (
+        body, limit_s = openai.decode_body(routed.engine_request, params), self._config.first_token_timeout_s
+        async with decode.request("POST", routed.engine_request.path, body, routed.headers, limit_s) as (
             response,
             deadline,
         ):
-            async for event in _events(decode, routed.rest, response):
+            async for event in _read_events(decode, routed.engine_request, response):
                 if not began:
                     began = True
                     share.tokens = 0
-                    self._remember(routed, decode)
+                    self._remember_session(routed, decode)
                     self._record_speed(routed, decode, params is not None, _now() - start)
                 deadline.reschedule(None)  # the client's time does not count against the engine
                 await _forward_event(routed, decode, event)
                 deadline.reschedule(_now() + self._config.idle_timeout_s)
         if not routed.answer.finished:
             raise EngineFailed(decode, "cut", "its stream ended before its answer did")
-        return await routed.client.end()
+        return await routed.client.end_stream()
 
     def _record_speed(self, routed: RoutedRequest, decode: Engine, handed_off: bool, seconds: float) -> None:
         """Record D's speed, if the number of tokens new to it is known. Mutates `decode`."""
         self._metrics.seconds.labels("first_event").observe(seconds)
-        if routed.held.get(decode.name) is None or routed.asked.blends:
+        if routed.held.get(decode.name) is None or routed.request.blends:
             return
         new_tokens = routed.candidate(decode).new_tokens(routed.tokens)
         if handed_off:
-            decode.handoff = measured(decode.handoff, new_tokens, seconds)
+            decode.handoff_speed = update_speed(decode.handoff_speed, new_tokens, seconds)
         else:
-            decode.prefill = measured(decode.prefill, new_tokens, seconds)
+            decode.prefill_speed = update_speed(decode.prefill_speed, new_tokens, seconds)
 
-    def _remember(self, routed: RoutedRequest, decode: Engine) -> None:
+    def _remember_session(self, routed: RoutedRequest, decode: Engine) -> None:
         self._sessions[routed.session] = decode.name
         self._sessions.move_to_end(routed.session)
         if len(self._sessions) > MAX_SESSIONS:
@@ -346,27 +347,27 @@ async def _forward_event(routed: RoutedRequest, decode: Engine, event: Body) -> 
 
     Raises:
         EngineFailed: the event reports an error or an abort.
-        Refused: the event rejects the request as wrong.
-        Failed: the answer departs from what the client has, or is too long.
+        RequestRefused: the event rejects the request as wrong.
+        RequestFailed: the answer departs from what the client has, or is too long.
         ClientDisconnected: the client disconnected, or stopped reading.
     """
     error = event.get("error")
     if error is not None:
         code = error.get("code") if isinstance(error, dict) else None
-        if isinstance(code, int) and 400 <= code < 500 and code not in RETRIED:
-            raise Refused(code, json.dumps(event).encode())
+        if isinstance(code, int) and 400 <= code < 500 and code not in RETRIED_STATUSES:
+            raise RequestRefused(code, json.dumps(event).encode())
         raise EngineFailed(decode, "error", str(error))
-    if openai.aborted(event):
+    if openai.is_aborted(event):
         raise EngineFailed(decode, "aborted", "it aborted the request")
     try:
         client_event = routed.answer.advance(event)
-    except CannotContinue as departed:
-        raise Failed(502, f"decode engine {decode.name}: {departed}") from departed
+    except CannotContinue as error:
+        raise RequestFailed(502, f"decode engine {decode.name}: {error}") from error
     if client_event is not None:
         await routed.client.send(openai.event_bytes(client_event))
 
 
-async def _events(
+async def _read_events(
     engine: Engine, request: ParsedRequest, response: aiohttp.ClientResponse
 ) -> AsyncIterator[Body]:
     """Yield the events of a stream, to its end. Raises EngineFailed if it breaks off or is invalid."""

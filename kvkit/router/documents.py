@@ -20,9 +20,9 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from kvkit.router.engines import Engine
 from kvkit.router.lookups import CacheLookup, Lookup, LookupQuery, ask_each
-from kvkit.router.openai import BadRequest, Body, ParsedRequest, read_body, shown
-from kvkit.router.spans import LEAST_TOKENS, TokenArray, tokens_of
-from kvkit.router.tokens import Headers, Recent, Tokenizer
+from kvkit.router.openai import BadRequest, Body, ParsedRequest, quoted, read_body
+from kvkit.router.spans import MIN_TOKENS, TokenArray, tokens_of
+from kvkit.router.tokens import Headers, LRUCache, Tokenizer
 from kvkit.settings import explain
 from kvkit.transfer.requests import RequestLimits
 
@@ -75,15 +75,15 @@ class PostedDocument:
     @property
     def size_bytes(self) -> int:
         """Memory that the document takes."""
-        parts = self.model, self.salt, self.prefix, self.tokens, self.text
-        return sys.getsizeof(self) + sum(map(sys.getsizeof, parts))
+        fields = self.model, self.salt, self.prefix, self.tokens, self.text
+        return sys.getsizeof(self) + sum(map(sys.getsizeof, fields))
 
     def query(self, wait_s: float = 0.0) -> LookupQuery:
         """Return the lookup for the document and its prefix."""
         return LookupQuery((*self.prefix, *self.tokens), self.model, self.salt, wait_s)
 
     @property
-    def asked(self) -> ParsedRequest:
+    def request(self) -> ParsedRequest:
         """Request that makes an engine compute the document."""
         optional_fields = {"model": self.model, "cache_salt": self.salt}
         body = {"prompt": [*self.prefix, *self.tokens], "max_tokens": 1}
@@ -117,14 +117,14 @@ class Documents:
         self._lookup = lookup
         self._pins = pins
         self._timeout_s = timeout_s
-        self._known = Recent[PostedDocument](MAX_KEPT_BYTES, lambda document: document.size_bytes)
+        self._posted = LRUCache[PostedDocument](MAX_KEPT_BYTES, lambda document: document.size_bytes)
 
-    async def read(self, raw: bytes, headers: Headers) -> tuple[PostedDocument, float | None]:
+    async def parse(self, raw: bytes, headers: Headers) -> tuple[PostedDocument, float | None]:
         """Parse a posted document; return it, and the seconds to pin it (None: no pin).
 
         Raises:
             BadRequest: a field is wrong, or the document is too short.
-            NoTokens, Refused: as `Tokenizer.ids`.
+            NoTokens, RequestRefused: as `Tokenizer.tokenize`.
         """
         try:
             body = _DocumentBody(**read_body(raw))
@@ -137,19 +137,19 @@ class Documents:
         if body.seconds is not None:
             self._check_pin(body.seconds)
         if body.text is not None:
-            tokens = await self._tokenizer.document(body.model, body.text, headers)
+            tokens = await self._tokenizer.document_tokens(body.model, body.text, headers)
         else:
             tokens = tokens_of(body.tokens or ())
-        if len(tokens) < LEAST_TOKENS:
+        if len(tokens) < MIN_TOKENS:
             raise BadRequest(
-                f"{len(tokens)} tokens do not depend on the text before them: want at least {LEAST_TOKENS}"
+                f"{len(tokens)} tokens do not depend on the text before them: want at least {MIN_TOKENS}"
             )
         prefix = tokens_of(body.prefix_tokens)
         if body.prefix is not None:
             fields = body.model_dump()
-            prefix = await self._tokenizer.prefix(fields, body.prefix, headers)
+            prefix = await self._tokenizer.prefix_tokens(fields, body.prefix, headers)
             if body.text is not None:
-                prefix = prefix + await self._tokenizer.joint(fields, body.prefix, body.text, headers)
+                prefix = prefix + await self._tokenizer.joint_tokens(fields, body.prefix, body.text, headers)
         return PostedDocument(body.model, body.cache_salt, prefix, tokens, body.text), body.seconds
 
     def _check_pin(self, seconds: float) -> None:
@@ -162,25 +162,25 @@ class Documents:
         if self._pins is None:
             raise BadRequest("seconds: no engine of this router has a cache endpoint to pin documents in")
 
-    def text_of(self, name: str, asked: ParsedRequest) -> str | None:
+    def text_of(self, name: str, request: ParsedRequest) -> str | None:
         """Return the text of a document posted for the request's model and salt; None: there is none."""
-        document = self._known.get(name)
-        matches = document is not None and (document.model, document.salt) == (asked.model, asked.salt)
+        document = self._posted.get(name)
+        matches = document is not None and (document.model, document.salt) == (request.model, request.salt)
         return document.text if document is not None and matches else None
 
     def get(self, name: str) -> PostedDocument:
         """Return a document by id. Raises BadRequest with HTTP status 404 if there is none."""
-        document = self._known.get(name)
+        document = self._posted.get(name)
         if document is None:
             raise BadRequest(
-                f"no document {shown(name)}: never posted to this router, or forgotten since", 404
+                f"no document {quoted(name)}: never posted to this router, or forgotten since", 404
             )
         return document
 
     def forget(self, name: str) -> Body:
         """Forget a document; return the answer to DELETE. Mutates. Raises as `get`."""
         self.get(name)
-        self._known.pop(name)
+        self._posted.pop(name)
         return {"object": "document.deleted", "id": name, "deleted": True}
 
     async def remember(self, document: PostedDocument, seconds: float | None) -> Body:
@@ -189,36 +189,36 @@ class Documents:
         Args:
             seconds: time to pin the document in tiers; None: no pin.
         """
-        self._known.put(document.id, document)
+        self._posted.put(document.id, document)
         described = await self.describe(document, STORED_S)
         if seconds is not None and (pins := self._pins) is not None:
-            pinned = await self._ask(document, lambda e: pins.pin(e, document.query(), seconds))
-            described["pinned"] = _most(pinned)
+            pinned = await self._ask_engines(document, lambda e: pins.pin(e, document.query(), seconds))
+            described["pinned"] = _max_known(pinned)
         return described
 
     async def describe(self, document: PostedDocument, wait_s: float = 0.0) -> Body:
         """Return the answer to GET; engines wait up to `wait_s` for pending stores of the document."""
-        held = await self._held(document, wait_s)
+        held = await self._held_by_engine(document, wait_s)
         return {
             "object": "document",
             "id": document.id,
             "model": document.model,
             "tokens": len(document.tokens),
             "prefix_tokens": len(document.prefix),
-            "held": _most(held),
+            "held": _max_known(held),
             "engines": held,
         }
 
-    async def held(self, document: PostedDocument, wait_s: float = 0.0) -> int | None:
+    async def held_tokens(self, document: PostedDocument, wait_s: float = 0.0) -> int | None:
         """Return the most tokens of a document that one engine holds; None: not known. Args as `describe`."""
-        return _most(await self._held(document, wait_s))
+        return _max_known(await self._held_by_engine(document, wait_s))
 
-    async def _held(self, document: PostedDocument, wait_s: float) -> dict[str, int | None]:
+    async def _held_by_engine(self, document: PostedDocument, wait_s: float) -> dict[str, int | None]:
         if (lookup := self._lookup) is None:
             return {}
-        return await self._ask(document, lambda e: lookup(e, document.query(wait_s)), wait_s)
+        return await self._ask_engines(document, lambda e: lookup(e, document.query(wait_s)), wait_s)
 
-    async def _ask(
+    async def _ask_engines(
         self, document: PostedDocument, ask: Callable[[Engine], Awaitable[int | None]], wait_s: float = 0.0
     ) -> dict[str, int | None]:
         """Call `ask` for each engine; return its number of tokens without the prefix, by engine."""
@@ -230,6 +230,6 @@ class Documents:
         }
 
 
-def _most(tokens: Mapping[str, int | None]) -> int | None:
+def _max_known(tokens: Mapping[str, int | None]) -> int | None:
     """Return the largest number of tokens; None: none is known."""
     return max((n for n in tokens.values() if n is not None), default=None)

@@ -21,10 +21,10 @@ log = logging.getLogger(__name__)
 T = TypeVar("T")
 
 EngineRole = Literal["prefill", "decode"]
-Cause = Literal["unreachable", "error", "timeout", "cut", "aborted"]
-RETRIED = (408, 429)
+FailureCause = Literal["unreachable", "error", "timeout", "cut", "aborted"]
+RETRIED_STATUSES = (408, 429)
 """HTTP statuses below 500 that do not mean a wrong request: another engine may take it."""
-MISSING_ANSWERS = 3
+MAX_PROBE_TIMEOUTS = 3
 """Number of health checks that time out in a row before an engine counts as down."""
 MAX_ANSWER_BYTES = 64 << 20
 """Maximum length of an answer that is not a stream."""
@@ -32,7 +32,7 @@ MAX_ERROR_BYTES = 1 << 20
 """Maximum length of an answer with an HTTP status other than 200."""
 MAX_MESSAGE_CHARS = 500
 """Maximum length of an engine's error in the log and in messages to clients; it may quote the engine."""
-PLAIN = {"Accept-Encoding": "identity"}
+IDENTITY_ENCODING = {"Accept-Encoding": "identity"}
 """Headers of all requests: the length of a compressed answer cannot be checked against a limit."""
 
 _RANK_HEADER = "X-data-parallel-rank"
@@ -48,7 +48,7 @@ class EngineFailed(RuntimeError):
     """
 
     def __init__(
-        self, engine: Engine, cause: Cause, message: str, answer: EngineAnswer | None = None
+        self, engine: Engine, cause: FailureCause, message: str, answer: EngineAnswer | None = None
     ) -> None:
         super().__init__(f"{engine.role} engine {engine.name}: {message[:MAX_MESSAGE_CHARS]}")
         self.engine = engine
@@ -56,11 +56,11 @@ class EngineFailed(RuntimeError):
         self.answer = answer
 
 
-class Refused(RuntimeError):
+class RequestRefused(RuntimeError):
     """An engine rejected a request as wrong; so would every other."""
 
     def __init__(self, status: int, body: bytes) -> None:
-        super().__init__(f"HTTP {status}: {_start(body)}")
+        super().__init__(f"HTTP {status}: {_excerpt(body)}")
         self.status = status
         self.answer = status, body
 
@@ -84,7 +84,7 @@ class Engine:
 
     Attributes:
         up: True from a successful health check until the engine is found down or a request cannot reach it.
-        prefill, handoff: as in `Candidate`.
+        prefill_speed, handoff_speed: as in `Candidate`.
     """
 
     def __init__(
@@ -100,15 +100,15 @@ class Engine:
         self.role = role
         self.config = config
         self.up = False
-        self.prefill: float | None = None
-        self.handoff: float | None = None
+        self.prefill_speed: float | None = None
+        self.handoff_speed: float | None = None
         self._shares: set[EngineShare] = set()
         self._headers = {} if rank is None else {_RANK_HEADER: str(rank)}
         self._settings = settings
         self._session = session
         self._suspected = asyncio.Event()
         self._deadlines: dict[asyncio.Timeout, None] = {}  # an ordered set, oldest first
-        self._missing = 0
+        self._probe_timeouts = 0
         self._probed = False
 
     @property
@@ -124,10 +124,10 @@ class Engine:
     def candidate(self, held_tokens: int | None) -> Candidate:
         """Return the engine as a candidate for a request."""
         load = self.requests, self.waiting_tokens
-        return Candidate(self.name, *load, held_tokens, self.prefill, self.handoff)
+        return Candidate(self.name, *load, held_tokens, self.prefill_speed, self.handoff_speed)
 
     @contextmanager
-    def working(self, tokens: int) -> Iterator[EngineShare]:
+    def counted_request(self, tokens: int) -> Iterator[EngineShare]:
         """Count a request with `tokens` of its prompt to compute, inside the context. Mutates."""
         share = EngineShare(tokens)
         self._shares.add(share)
@@ -150,7 +150,7 @@ class Engine:
         Raises:
             EngineFailed: the engine cannot be reached, is late, is found down, answers with an error of its
                 own, or breaks off; also raised from within the context.
-            Refused: the engine rejected the request as wrong.
+            RequestRefused: the engine rejected the request as wrong.
         """
         try:
             async with asyncio.timeout(timeout_s) as deadline:
@@ -164,7 +164,7 @@ class Engine:
                         allow_redirects=False,
                     ) as response:
                         if response.status != 200:
-                            raise await self._error(response)
+                            raise await self._error_of(response)
                         yield response, deadline
                 finally:
                     del self._deadlines[deadline]
@@ -191,7 +191,7 @@ class Engine:
 
         Raises:
             EngineFailed: as `request`; also if the answer is too long or `read` raises ValueError.
-            Refused: as `request`.
+            RequestRefused: as `request`.
         """
         async with self.request(method, path, body, headers, timeout_s) as (response, _):
             try:
@@ -199,21 +199,21 @@ class Engine:
             except ValueError as error:
                 raise EngineFailed(self, "error", str(error)) from error
 
-    async def _error(self, response: aiohttp.ClientResponse) -> EngineFailed | Refused:
+    async def _error_of(self, response: aiohttp.ClientResponse) -> EngineFailed | RequestRefused:
         """Return the error for an answer with an HTTP status other than 200.
         An answer without JSON does not mean a wrong request, because it is not from vLLM."""
         status, message = response.status, f"HTTP {response.status}"
         try:
             raw = await read_body(response, MAX_ERROR_BYTES)
-            message += f": {_start(raw)}"
+            message += f": {_excerpt(raw)}"
             answer = status, json.dumps(openai.read_object(raw)).encode()
         except ValueError as error:
             return EngineFailed(self, "error", f"{message}: {error}")
         if not 400 <= status < 600:
             return EngineFailed(self, "error", message)
-        if status >= 500 or status in RETRIED:
+        if status >= 500 or status in RETRIED_STATUSES:
             return EngineFailed(self, "error", message, answer)
-        return Refused(*answer)
+        return RequestRefused(*answer)
 
     async def monitor(self) -> None:
         """Check the engine's health forever, and at once after a request could not get through. Mutates."""
@@ -226,7 +226,7 @@ class Engine:
 
     async def probe(self) -> None:
         """Check the engine's health once; if it is down, fail its requests in flight. Mutates."""
-        problem, missing = "", MISSING_ANSWERS
+        problem, timeouts = "", MAX_PROBE_TIMEOUTS
         try:
             async with (
                 asyncio.timeout(self._settings.health_timeout_s),
@@ -235,10 +235,10 @@ class Engine:
                 if response.status != 200:
                     problem = f"HTTP {response.status}"
         except TimeoutError:
-            problem, missing = "no answer in time", self._missing + 1
+            problem, timeouts = "no answer in time", self._probe_timeouts + 1
         except (aiohttp.ClientError, OSError) as error:
             problem = f"{type(error).__name__}: {error}"
-        self._missing = missing if problem else 0
+        self._probe_timeouts = timeouts if problem else 0
         if problem and not self._probed:
             log.warning("%s engine %s is not up: %s: %s", self.role, self.name, self.config.url, problem)
         self._probed = True
@@ -246,7 +246,7 @@ class Engine:
             if not self.up:
                 log.info("%s engine %s is up: %s", self.role, self.name, self.config.url)
             self.up = True
-        elif missing >= MISSING_ANSWERS:
+        elif timeouts >= MAX_PROBE_TIMEOUTS:
             if self.up or self._deadlines:
                 log.warning("%s engine %s is down: %s", self.role, self.name, problem)
             self.up = False
@@ -266,7 +266,7 @@ async def read_body(response: aiohttp.ClientResponse, limit_bytes: int) -> bytes
     return bytes(body)
 
 
-def engines_of(role: EngineRole, settings: RouterConfig, session: aiohttp.ClientSession) -> list[Engine]:
+def open_engines(role: EngineRole, settings: RouterConfig, session: aiohttp.ClientSession) -> list[Engine]:
     """Return the engines of a role; each data parallel rank is one."""
     configs = settings.prefill if role == "prefill" else settings.decode
     return [
@@ -276,6 +276,6 @@ def engines_of(role: EngineRole, settings: RouterConfig, session: aiohttp.Client
     ]
 
 
-def _start(raw: bytes) -> str:
+def _excerpt(raw: bytes) -> str:
     """Return the beginning of a body, for a message."""
     return raw[:200].decode(errors="replace")

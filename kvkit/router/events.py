@@ -36,14 +36,14 @@ MAX_EVENTS = 1 << 16
 """Maximum number of events in a batch; a larger batch cannot be decoded."""
 MAX_REPLAY_S = 30.0
 """Maximum time of a replay, in seconds; the next replay continues where it stopped."""
-_WAITING = 8
+_MAX_QUEUED = 8
 """Maximum number of messages that wait here, per socket. vLLM's publisher keeps 100,000 more."""
-_REMEMBERED = 10_000
+_MAX_DIGESTS = 10_000
 """Last batches that are remembered, to detect another batch of the same number after a restart."""
-_AT_ONCE = 1024
+_STEP_WORK = 1024
 """Blocks and events to process before requests may run."""
 _NUMBER_BYTES = 8
-_END = (-1).to_bytes(_NUMBER_BYTES, "big", signed=True)
+_END_NUMBER = (-1).to_bytes(_NUMBER_BYTES, "big", signed=True)
 T = TypeVar("T")
 
 
@@ -100,11 +100,11 @@ class EventSubscriber:
         finally:
             self.current = False
 
-    def tokens(self, query: LookupQuery) -> tuple[int, bool] | None:
+    def held_tokens(self, query: LookupQuery) -> tuple[int, bool] | None:
         """Return how many tokens the engine is known to hold, and whether these are all; None: not known."""
         if not self.current:
             return None
-        held = self.index.tokens(query.tokens, query.model, query.salt, engine_cache=query.engine_cache)
+        held = self.index.held_tokens(query.tokens, query.model, query.salt, engine_cache=query.engine_cache)
         return held, self.index.holds_no_more(query.tokens, held)
 
     async def _receive(self, number: int, batch: bytes) -> None:
@@ -113,7 +113,7 @@ class EventSubscriber:
         if self._engine.config.replay is not None:
             await self._catch_up()
         else:
-            self._lose(number)
+            self._lose_batches(number)
             self.current = await self._apply(number, batch)
 
     def _is_applied(self, number: int, batch: bytes) -> bool:
@@ -127,10 +127,10 @@ class EventSubscriber:
             await self._apply_events(batch)
         except (msgspec.MsgspecError, ValueError, RecursionError) as error:
             log.warning("cannot read KV events of engine %s: %s", self._engine.name, error)
-            self.index.forget()
+            self.index.clear()
         self._next = number + 1
         self._applied[number] = hash(batch)
-        if len(self._applied) > _REMEMBERED:
+        if len(self._applied) > _MAX_DIGESTS:
             self._applied.popitem(last=False)
         return True
 
@@ -140,7 +140,7 @@ class EventSubscriber:
         for raw in _batches.decode(batch).events:
             for blocks in chain((1,), self.index.steps(_events.decode(raw))):
                 applied += blocks
-                if applied >= _AT_ONCE:
+                if applied >= _STEP_WORK:
                     applied = 0
                     await asyncio.sleep(0)
 
@@ -150,19 +150,19 @@ class EventSubscriber:
             self.current = self.current and self._engine.up
             return
         deadline = asyncio.get_running_loop().time() + MAX_REPLAY_S
-        more: bool | None = True
-        while more:
-            more = await self._replay(deadline)
-        self.current = more is not None
+        needs_replay: bool | None = True
+        while needs_replay:
+            needs_replay = await self._replay(deadline)
+        self.current = needs_replay is not None
 
-    def _lose(self, number: int) -> None:
+    def _lose_batches(self, number: int) -> None:
         if number:
             log.warning("KV events of engine %s before batch %d are lost", self._engine.name, number)
-        self._forget(number)
+        self._clear_index(number)
 
-    def _forget(self, number: int) -> None:
+    def _clear_index(self, number: int) -> None:
         """Clear the index; batch `number` is the next one."""
-        self.index.forget()
+        self.index.clear()
         self.current = False
         self._next = number
         self._applied.clear()
@@ -184,16 +184,16 @@ class EventSubscriber:
                     number, batch = int.from_bytes(frames[2], "big"), frames[3]
                     if not verified and not self._is_applied(number, batch):
                         log.info("engine %s was restarted, or lost KV events", self._engine.name)
-                        self._forget(0)
+                        self._clear_index(0)
                         return True
                     verified = True
-                    if frames[2] == _END:
+                    if frames[2] == _END_NUMBER:
                         return False
                     if not self._is_applied(number, batch):
                         if number != self._next:
                             if advanced:
                                 return True
-                            self._lose(number)
+                            self._lose_batches(number)
                         advanced = await self._apply(number, batch)
                 if asyncio.get_running_loop().time() > deadline:
                     break
@@ -203,7 +203,7 @@ class EventSubscriber:
 def _socket(kind: int) -> zmq.asyncio.Socket:
     socket = zmq.asyncio.Context.instance().socket(kind)
     socket.set(zmq.MAXMSGSIZE, MAX_BATCH_BYTES)
-    socket.set_hwm(_WAITING)
+    socket.set_hwm(_MAX_QUEUED)
     socket.linger = 0
     return socket
 
@@ -224,17 +224,17 @@ class EventLookup:
 
     Args:
         subscribers: subscribers by engine name.
-        ask: lookup that asks the engine; None: engines cannot be asked.
+        fallback: lookup that asks the engine; None: engines cannot be asked.
     """
 
-    def __init__(self, subscribers: Mapping[str, EventSubscriber], ask: Lookup | None) -> None:
+    def __init__(self, subscribers: Mapping[str, EventSubscriber], fallback: Lookup | None) -> None:
         self._subscribers = subscribers
-        self._ask = ask
+        self._fallback = fallback
 
     async def __call__(self, engine: Engine, query: LookupQuery) -> int | None:
         subscriber = self._subscribers.get(engine.name)
-        known = None if subscriber is None else subscriber.tokens(query)
+        known = None if subscriber is None else subscriber.held_tokens(query)
         if known is not None and known[1] and not query.wait_s:
             return known[0]
-        reported = None if self._ask is None else await self._ask(engine, query)
+        reported = None if self._fallback is None else await self._fallback(engine, query)
         return max((n for n in (reported, known and known[0]) if n is not None), default=None)

@@ -23,19 +23,19 @@ MAX_LOCATIONS = 16
 """Maximum number of locations (media and tiers) in vLLM's own cache, and likewise in kvkit's tiers."""
 MAX_BLOCK_SIZES = 4
 _MAX_BLOCK_TOKENS = 1 << 16
-_AT_ONCE = 1024
-"""Blocks of an event in one step, of `_TOKENS_AT_ONCE` tokens at most."""
-_TOKENS_AT_ONCE = 1 << 14
-_SPARE = 1 << 12
+_STEP_BLOCKS = 1024
+"""Blocks of an event in one step, of `_STEP_TOKENS` tokens at most."""
+_STEP_TOKENS = 1 << 14
+_SPARE_BLOCKS = 1 << 12
 """Removed blocks that the index keeps, because they may come back."""
-_SWEPT = 4 * _AT_ONCE
+_SWEEP_BLOCKS = 4 * _STEP_BLOCKS
 _MAX_KEYS = 64
 _INT_BYTES = 48
 """Memory of a digest, besides its table."""
 _Parent = int | tuple[str | None, str]
 """Predecessor of a block: another block, or the adapter and cache salt if it begins a prompt."""
 _Hashes = Annotated[list[BlockHash], msgspec.Meta(max_length=MAX_EVENT_BLOCKS)]
-_texts = msgspec.msgpack.Decoder(Annotated[list[str], msgspec.Meta(max_length=_MAX_KEYS)] | None)
+_text_decoder = msgspec.msgpack.Decoder(Annotated[list[str], msgspec.Meta(max_length=_MAX_KEYS)] | None)
 
 
 class StoredBlocks(msgspec.Struct, tag="BlockStored"):
@@ -83,7 +83,7 @@ class ClearedBlocks(msgspec.Struct, tag="AllBlocksCleared"):
 KVEvent = StoredBlocks | RemovedBlocks | ClearedBlocks
 
 
-class _Held:
+class _BlockLocations:
     """The blocks in vLLM's own cache, or in kvkit's tiers.
 
     Attributes:
@@ -106,19 +106,19 @@ class BlockIndex:
     """
 
     def __init__(self) -> None:
-        self.forget()
+        self.clear()
 
-    def forget(self) -> None:
+    def clear(self) -> None:
         """Clear the index. Mutates."""
         self.complete = False
         self._first_round: int | None = None  # number of the first round, received in whole or in part
         self._has_all = False  # a whole round was received, or all events since the tiers were empty
         self._blocks: dict[int, int] = {}  # by a digest of predecessor and tokens
         self._sweeping: dict[int, int] = {}  # blocks that the sweep has yet to check
-        self._engine, self._tiers = _Held(), _Held()
+        self._engine, self._tiers = _BlockLocations(), _BlockLocations()
         self._sizes: set[int] = set()
         self._adapters: set[int] = set()
-        self._whole = True  # one group of layers: a block in vLLM's own cache has all layers
+        self._one_group = True  # one group of layers: a block in vLLM's own cache has all layers
 
     @property
     def size_bytes(self) -> int:
@@ -140,15 +140,15 @@ class BlockIndex:
             ValueError: the event has an invalid token id.
         """
         if isinstance(event, ClearedBlocks):
-            self._clear(event.complete)
+            self._apply_clear(event.complete)
         elif event.group_idx:
-            self._whole = False
+            self._one_group = False
         elif isinstance(event, StoredBlocks):
             yield from self._add(event)
         else:
             yield from self._remove(event)
 
-    def tokens(self, tokens: Sequence[int], model: str | None, salt: str, *, engine_cache: bool) -> int:
+    def held_tokens(self, tokens: Sequence[int], model: str | None, salt: str, *, engine_cache: bool) -> int:
         """Return how many leading tokens are held, in whole blocks.
 
         Args:
@@ -157,7 +157,7 @@ class BlockIndex:
         """
         ids, longest = as_tokens(tokens), 0
         tier_blocks = self._tiers.locations
-        engine_blocks = self._engine.locations if engine_cache and self._whole else tier_blocks
+        engine_blocks = self._engine.locations if engine_cache and self._one_group else tier_blocks
         for size in self._sizes:
             parent: _Parent = (model if hash(model) in self._adapters else None, salt)
             run = 0
@@ -175,23 +175,23 @@ class BlockIndex:
         """Return whether the engine certainly holds no more than `held` of `tokens`."""
         return self.complete or len(tokens) - held < min(self._sizes, default=0)
 
-    def _clear(self, complete: bool | None) -> None:
+    def _apply_clear(self, complete: bool | None) -> None:
         """Clear vLLM's cache, or the tiers if `complete` is given."""
         if complete is None:
-            self._engine = _Held()
+            self._engine = _BlockLocations()
         else:
-            self._tiers = _Held()
+            self._tiers = _BlockLocations()
             self.complete, self._has_all = complete, True
 
     def _add(self, event: StoredBlocks) -> Iterator[int]:
         self._note_round(event)
-        size, count = event.block_size, _text_blocks(event)
+        size, count = event.block_size, _count_text_blocks(event)
         if len(event.block_hashes) * size != len(event.token_ids):
             return  # the event's blocks have gaps
         parent: _Parent = (event.lora_name, _salt(event))
         if event.parent_block_hash is not None:
             parent = hash(event.parent_block_hash)
-        step = max(1, min(_AT_ONCE, _TOKENS_AT_ONCE // size))
+        step = max(1, min(_STEP_BLOCKS, _STEP_TOKENS // size))
         for first in range(0, count, step):
             blocks = event.block_hashes[first : min(first + step, count)]
             ids = as_tokens(event.token_ids[first * size : (first + len(blocks)) * size])
@@ -206,7 +206,7 @@ class BlockIndex:
                 held.locations[name] = held.locations.get(name, 0) | bit
                 parent = name
             self._sweep()
-            yield max(len(blocks), len(ids) * _AT_ONCE // _TOKENS_AT_ONCE)
+            yield max(len(blocks), len(ids) * _STEP_BLOCKS // _STEP_TOKENS)
 
     def _note_round(self, event: StoredBlocks) -> None:
         """Note whether the index has all that the tiers hold."""
@@ -217,7 +217,7 @@ class BlockIndex:
         self._has_all = self._has_all or event.resync > self._first_round + 1
         self.complete = event.complete and self._has_all
 
-    def _bit(self, event: StoredBlocks, held: _Held) -> int | None:
+    def _bit(self, event: StoredBlocks, held: _BlockLocations) -> int | None:
         """Return the bit for the location of an event's blocks; None: there is no room for them. Mutates."""
         location = hash((event.medium, event.ownership))
         fits = event.block_size in self._sizes or len(self._sizes) < MAX_BLOCK_SIZES
@@ -233,8 +233,8 @@ class BlockIndex:
     def _remove(self, event: RemovedBlocks) -> Iterator[int]:
         held = self._tiers if event.ownership else self._engine
         bit = held.bits.get(hash((event.medium, event.ownership)), 0)
-        for first in range(0, len(event.block_hashes), _AT_ONCE):
-            blocks = event.block_hashes[first : first + _AT_ONCE]
+        for first in range(0, len(event.block_hashes), _STEP_BLOCKS):
+            blocks = event.block_hashes[first : first + _STEP_BLOCKS]
             for name in map(hash, blocks):
                 if remaining := held.locations.pop(name, 0) & ~bit:
                     held.locations[name] = remaining
@@ -245,10 +245,10 @@ class BlockIndex:
         """Forget blocks that are held nowhere, once there are many, a few in each step."""
         engine_blocks, tier_blocks = self._engine.locations, self._tiers.locations
         if not self._sweeping:
-            if len(self._blocks) <= 2 * (len(engine_blocks) + len(tier_blocks)) + _SPARE:
+            if len(self._blocks) <= 2 * (len(engine_blocks) + len(tier_blocks)) + _SPARE_BLOCKS:
                 return
             self._sweeping, self._blocks = self._blocks, {}
-        for _ in range(min(len(self._sweeping), _SWEPT)):
+        for _ in range(min(len(self._sweeping), _SWEEP_BLOCKS)):
             key, name = self._sweeping.popitem()
             if name in engine_blocks or name in tier_blocks:
                 self._blocks.setdefault(key, name)
@@ -264,21 +264,21 @@ def _block_digests(ids: NDArray[np.int32], size: int) -> Iterator[int]:
 
 def _salt(event: StoredBlocks) -> str:
     """Return the cache salt from the extra keys of a prompt's first block."""
-    texts = _texts_of(event.extra_keys[0]) if event.extra_keys else None
+    texts = _decode_texts(event.extra_keys[0]) if event.extra_keys else None
     adapter = event.lora_name is not None and texts is not None and texts[:1] == [event.lora_name]
     return "".join((texts or [])[adapter:])
 
 
-def _text_blocks(event: StoredBlocks) -> int:
+def _count_text_blocks(event: StoredBlocks) -> int:
     """Return the number of blocks before the first with more than tokens, such as an image."""
     keys = enumerate(event.extra_keys or ())
-    first = next((i for i, raw in keys if _texts_of(raw) is None), None)
+    first = next((i for i, raw in keys if _decode_texts(raw) is None), None)
     return len(event.block_hashes) if first is None else min(first, len(event.block_hashes))
 
 
-def _texts_of(raw: msgspec.Raw) -> list[str] | None:
+def _decode_texts(raw: msgspec.Raw) -> list[str] | None:
     """Decode the extra keys of a block; None: not all of them are texts."""
     try:
-        return _texts.decode(raw) or []
+        return _text_decoder.decode(raw) or []
     except msgspec.ValidationError:
         return None

@@ -21,7 +21,7 @@ log = logging.getLogger(__name__)
 MAX_LOOKUP_BYTES = 64 << 10
 """Maximum length of an answer of kvkit's HTTP endpoint."""
 _UNKNOWN = "%s: it is not known what engine %s holds"
-_NO_ANSWER = (aiohttp.ClientError, OSError, ConfigError, ValueError)
+_ENDPOINT_ERRORS = (aiohttp.ClientError, OSError, ConfigError, ValueError)
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,13 +64,15 @@ async def ask_each(
     return dict(zip((e.name for e in up), await asyncio.gather(*map(answer, up)), strict=True))
 
 
-async def held_tokens(lookup: Lookup, engine: Engine, asked: ParsedRequest, ids: Sequence[int]) -> int | None:
+async def held_tokens(
+    lookup: Lookup, engine: Engine, request: ParsedRequest, ids: Sequence[int]
+) -> int | None:
     """Return how many tokens of a request's prompt an engine need not compute; None: not known.
     Leading tokens count, and those of documents sent with the request."""
-    documents = list(openai.documents_of(asked, ids))
+    documents = list(openai.documents_of(request, ids))
     sequences = [(*before, *ids[start:stop]) for before, start, stop in documents]
-    lookups = [lookup(engine, LookupQuery(ids, asked.model, asked.salt, engine_cache=True))]
-    lookups += [lookup(engine, LookupQuery(sequence, asked.model, asked.salt)) for sequence in sequences]
+    lookups = [lookup(engine, LookupQuery(ids, request.model, request.salt, engine_cache=True))]
+    lookups += [lookup(engine, LookupQuery(sequence, request.model, request.salt)) for sequence in sequences]
     exact, *hits = await asyncio.gather(*lookups)
     if exact is None:
         return None
@@ -85,34 +87,34 @@ class CacheLookup:
 
     def __init__(self, session: aiohttp.ClientSession) -> None:
         self._session = session
-        self._tokens: dict[str, str] = {}
+        self._bearer_tokens: dict[str, str] = {}
 
     async def __call__(self, engine: Engine, query: LookupQuery) -> int | None:
         options = {"wait_s": query.wait_s} if query.wait_s else {}
-        return await self._tokens_of(engine, "/lookup", query, "hit_tokens", **options)
+        return await self._token_count(engine, "/lookup", query, "hit_tokens", **options)
 
     async def pin(self, engine: Engine, query: LookupQuery, seconds: float) -> int | None:
         """Pin these tokens in an engine's tiers for `seconds`; return how many they hold."""
-        return await self._tokens_of(engine, "/pin", query, "pinned_tokens", seconds=seconds)
+        return await self._token_count(engine, "/pin", query, "pinned_tokens", seconds=seconds)
 
-    async def _tokens_of(
-        self, engine: Engine, path: str, query: LookupQuery, name: str, **more: float
+    async def _token_count(
+        self, engine: Engine, path: str, query: LookupQuery, name: str, **extra_fields: float
     ) -> int | None:
         """Return a field of an endpoint's answer; None: not known."""
         if engine.config.cache is None:
             return None
-        body = {"tokens": list(query.tokens), "model": query.model, "cache_salt": query.salt, **more}
+        body = {"tokens": list(query.tokens), "model": query.model, "cache_salt": query.salt, **extra_fields}
         try:
-            status, raw = await self._ask(engine, "POST", path, json.dumps(body).encode())
+            status, raw = await self._send(engine, "POST", path, json.dumps(body).encode())
             if status == 404:  # such as an adapter that no request has used yet
                 log.info(_UNKNOWN + " for %.80r", engine.config.cache, engine.name, query.model)
                 return None
             if status != 200:
                 raise ValueError(f"HTTP {status}")
-            return openai.read_hit(raw, name)
-        except _NO_ANSWER as error:
+            return openai.read_token_count(raw, name)
+        except _ENDPOINT_ERRORS as error:
             log.warning(_UNKNOWN + ": %s", engine.config.cache, engine.name, error)
-            self._tokens.pop(engine.name, None)
+            self._bearer_tokens.pop(engine.name, None)
             return None
 
     async def check(self, engine: Engine, timeout_s: float) -> None:
@@ -121,24 +123,24 @@ class CacheLookup:
             return
         try:
             async with asyncio.timeout(timeout_s):
-                status, _ = await self._ask(engine, "GET", "/health")
+                status, _ = await self._send(engine, "GET", "/health")
             if status in (200, 503):  # 503: a tier is down, the others work
                 return
             problem = f"HTTP {status}"
-        except _NO_ANSWER as error:
+        except _ENDPOINT_ERRORS as error:
             problem = str(error) or "no answer in time"
         url = engine.config.cache
         log.warning("%s.%s.cache = %s cannot be asked: %s", engine.role, engine.name, url, problem)
-        self._tokens.pop(engine.name, None)
+        self._bearer_tokens.pop(engine.name, None)
 
-    async def _ask(
+    async def _send(
         self, engine: Engine, method: str, path: str, data: bytes | None = None
     ) -> tuple[int, bytes]:
-        """Return HTTP status and body of an endpoint's answer. Raises one of `_NO_ANSWER`."""
+        """Return HTTP status and body of an endpoint's answer. Raises one of `_ENDPOINT_ERRORS`."""
         url = engine.config.cache or ""
-        if engine.name not in self._tokens:  # read late: an engine creates the file at its first start
-            self._tokens[engine.name] = token_for(url, engine.config.token_file)
-        headers = {"Authorization": f"Bearer {self._tokens[engine.name]}"}
+        if engine.name not in self._bearer_tokens:  # read late: an engine creates the file at its first start
+            self._bearer_tokens[engine.name] = token_for(url, engine.config.token_file)
+        headers = {"Authorization": f"Bearer {self._bearer_tokens[engine.name]}"}
         async with self._session.request(
             method, url + path, data=data, headers=headers, allow_redirects=False
         ) as response:

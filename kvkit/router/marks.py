@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from kvkit.blend import requests
-from kvkit.router.openai import BadRequest, Body, ParsedRequest, shown
+from kvkit.router.openai import BadRequest, Body, ParsedRequest, quoted
 from kvkit.router.settings import BlendLimits
 from kvkit.settings import ConfigError
 
@@ -37,9 +37,9 @@ class MarkedDocuments:
 
 
 def extract_documents(
-    asked: ParsedRequest, limits: BlendLimits | None, text_of: Callable[[str], str | None]
+    request: ParsedRequest, limits: BlendLimits | None, text_of: Callable[[str], str | None]
 ) -> tuple[ParsedRequest, MarkedDocuments]:
-    """Return `asked` without marks and with a checked `blend` object, and its marked documents.
+    """Return `request` without marks and with a checked `blend` object, and its marked documents.
 
     Args:
         limits: limits on blending; None: nothing is blended.
@@ -48,9 +48,9 @@ def extract_documents(
     Raises:
         BadRequest: marks, content parts or the `blend` object are wrong or not allowed.
     """
-    body = dict(asked.body)
+    body = dict(request.body)
     texts: list[str] = []
-    if asked.kind == "chat":
+    if request.kind == "chat":
         body["messages"] = [
             _extract_from_message(message, f"messages[{number}].content", limits, text_of, texts)
             for number, message in enumerate(body["messages"])
@@ -59,22 +59,22 @@ def extract_documents(
         body["prompt"] = _extract_from_prompt(body.get("prompt"), limits.marks, texts)
     if len(texts) > MAX_DOCUMENTS:
         raise BadRequest(f"{len(texts)} documents, want at most {MAX_DOCUMENTS}")
-    asked = replace(asked, body=body)
+    request = replace(request, body=body)
     marked_texts = tuple(text for text in texts if text)
-    requested = asked.params.get(requests.FIELD)
+    requested = request.params.get(requests.FIELD)
     if requested is False or (requested is None and not marked_texts):
-        return asked, MarkedDocuments()
+        return request, MarkedDocuments()
     if limits is None:
         raise BadRequest("blend: this router blends nothing; its settings have no table [blend]")
-    if isinstance(body.get("prompt"), list) and asked.prompt_ids is None:
+    if isinstance(body.get("prompt"), list) and request.prompt_ids is None:
         raise BadRequest("blend: want one prompt")
     blend = {} if requested is None else requested
     prefix = None
     if isinstance(blend, dict) and isinstance(blend.get("prefix"), str):
-        prefix = _prefix(blend["prefix"], asked)
+        prefix = _prefix(blend["prefix"], request)
         blend = {name: value for name, value in blend.items() if name != "prefix"}
-    _check_blend(blend, asked, limits, marked=bool(marked_texts))
-    return asked.with_blend(blend), MarkedDocuments(marked_texts, prefix)
+    _check_blend(blend, request, limits, marked=bool(marked_texts))
+    return request.with_blend(blend), MarkedDocuments(marked_texts, prefix)
 
 
 def _extract_from_message(
@@ -116,7 +116,7 @@ def _text_of(part: Body, field_path: str, text_of: Callable[[str], str | None]) 
         raise BadRequest(f"{field_path}: want the document's text, or the id of one that was posted")
     posted_text = text_of(name)
     if posted_text is None:
-        raise BadRequest(f"{field_path}.id = {shown(name)}: no text was posted with this id, model and salt")
+        raise BadRequest(f"{field_path}.id = {quoted(name)}: no text was posted with this id, model and salt")
     return posted_text
 
 
@@ -170,7 +170,7 @@ def _check_blend(blend: Any, request: ParsedRequest, limits: BlendLimits, *, mar
 
 def _prefix(prefix: str, request: ParsedRequest) -> list[Body] | str:
     """Return what a prefix stands for: the first messages of a chat, or the beginning of a text."""
-    field_path = f"{requests.WHERE}.prefix = {shown(prefix)}"
+    field_path = f"{requests.WHERE}.prefix = {quoted(prefix)}"
     if request.kind == "chat":
         if prefix != "system":
             raise BadRequest(f'{field_path}: want "system" in a chat, or a number of tokens')

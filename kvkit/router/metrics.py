@@ -66,7 +66,7 @@ class _Engines(Collector):
         for engine in self._engines:
             up.add_metric((engine.name, engine.role), float(engine.up))
             requests.add_metric((engine.name, engine.role), engine.requests)
-            for kind, speed in (("prefill", engine.prefill), ("handoff", engine.handoff)):
+            for kind, speed in (("prefill", engine.prefill_speed), ("handoff", engine.handoff_speed)):
                 if speed is not None:
                     speeds.add_metric((engine.name, kind), speed)
         yield from (up, requests, speeds)

@@ -110,7 +110,7 @@ class ParsedRequest:
         return not several and all((self.body.get(name) or 1) == 1 for name in ("n", "best_of"))
 
     @cached_property
-    def most_choices(self) -> int:
+    def max_choices(self) -> int:
         """Number of choices in a complete answer; no answer or event has more."""
         prompts = 0
         for name in _PROMPTS[self.kind]:
@@ -136,8 +136,8 @@ class ParsedRequest:
 
     def with_blend(self, blend: Body | None) -> ParsedRequest:
         """Return the request with another `blend` object; None: without one."""
-        others = {name: value for name, value in self.params.items() if name != BLEND}
-        return replace(self, params=others if blend is None else others | {BLEND: blend})
+        params = {name: value for name, value in self.params.items() if name != BLEND}
+        return replace(self, params=params if blend is None else params | {BLEND: blend})
 
     @property
     def max_tokens(self) -> int | None:
@@ -174,7 +174,7 @@ def read_body(raw: bytes) -> Body:
     except ValueError as error:
         raise BadRequest(f"the body is not JSON: {error}") from error
     if not isinstance(body, dict):
-        raise BadRequest(f"the body is {shown(body)}, want an object")
+        raise BadRequest(f"the body is {quoted(body)}, want an object")
     return body
 
 
@@ -186,15 +186,15 @@ def parse(kind: Kind, raw: bytes) -> ParsedRequest:
     for name, expected in _TYPES.items():
         value = body.get(name)
         if value is not None and type(value) is not expected:
-            raise BadRequest(f"{name} = {shown(value)}: want {expected.__name__}")
+            raise BadRequest(f"{name} = {quoted(value)}: want {expected.__name__}")
         if type(value) is int and abs(value) > MAX_INTEGER:
-            raise BadRequest(f"{name} = {shown(value)}: want at most {MAX_INTEGER}")
+            raise BadRequest(f"{name} = {quoted(value)}: want at most {MAX_INTEGER}")
     if kind == "chat":
         messages = body.get("messages")
         if not isinstance(messages, list) or not all(isinstance(m, dict) for m in messages):
-            raise BadRequest(f"messages = {shown(messages)}: want a list of objects")
+            raise BadRequest(f"messages = {quoted(messages)}: want a list of objects")
     elif body.get("prompt_embeds") is None and not isinstance(body.get("prompt"), str | list):
-        raise BadRequest(f"prompt = {shown(body.get('prompt'))}: want a string or a list")
+        raise BadRequest(f"prompt = {quoted(body.get('prompt'))}: want a string or a list")
     return ParsedRequest(kind, body, params=params)
 
 
@@ -206,7 +206,7 @@ def _client_params(body: Body) -> Body:
         if name in body:  # engines would ignore it there, "store": false included
             raise BadRequest(f"{name}: want it in {_PARAMS}")
     if not isinstance(params, dict):
-        raise BadRequest(f"{_PARAMS} = {shown(params)}: want an object of {', '.join(_CLIENT_PARAMS)}")
+        raise BadRequest(f"{_PARAMS} = {quoted(params)}: want an object of {', '.join(_CLIENT_PARAMS)}")
     xargs = body.get("vllm_xargs")
     refused = [f"{_PARAMS}.{name}" for name in params if name not in _CLIENT_PARAMS]
     for name in _CONNECTOR_FIELDS:
@@ -217,9 +217,9 @@ def _client_params(body: Body) -> Body:
     return {name: value for name, value in params.items() if value is not None}
 
 
-def check_request_policy(asked: ParsedRequest, limits: RequestLimits | None) -> None:
+def check_request_policy(request: ParsedRequest, limits: RequestLimits | None) -> None:
     """Raise BadRequest if the request's policy is wrong or not allowed; without `limits` none is."""
-    policy = asked.params.get(requests.FIELD)
+    policy = request.params.get(requests.FIELD)
     if policy is None:
         return
     field_path = f"{_PARAMS}.{requests.FIELD}"
@@ -231,35 +231,35 @@ def check_request_policy(asked: ParsedRequest, limits: RequestLimits | None) -> 
         raise BadRequest(str(error)) from error
 
 
-def session_of(asked: ParsedRequest, header: str | None) -> str:
+def session_of(request: ParsedRequest, header: str | None) -> str:
     """Return a name for the request's conversation: 32 hex digits.
     It is a digest of the header, `session_id` or `user`; without these, of how the prompt begins."""
-    candidates = (header, asked.body.get("session_id"), asked.body.get("user"))
+    candidates = (header, request.body.get("session_id"), request.body.get("user"))
     name = next((candidate for candidate in candidates if isinstance(candidate, str) and candidate), None)
-    key = f"opening {_opening(asked)}" if name is None else f"named {name}"
+    key = f"opening {_opening(request)}" if name is None else f"named {name}"
     return hashlib.blake2b(key.encode(errors="backslashreplace"), digest_size=16).hexdigest()
 
 
-def estimated_tokens(asked: ParsedRequest) -> int:
+def estimated_tokens(request: ParsedRequest) -> int:
     """Estimate the number of prompt tokens; exact if their ids are known."""
-    if asked.prompt_ids is not None:
-        return len(asked.prompt_ids)
-    if asked.kind == "chat":
-        return sum(len(_text_of(m)) for m in asked.body["messages"]) // _CHARS_PER_TOKEN
-    prompt = asked.body.get("prompt")
+    if request.prompt_ids is not None:
+        return len(request.prompt_ids)
+    if request.kind == "chat":
+        return sum(len(_text_of(m)) for m in request.body["messages"]) // _CHARS_PER_TOKEN
+    prompt = request.body.get("prompt")
     entries = prompt if isinstance(prompt, list) else [prompt]
     chars = sum(len(entry) for entry in entries if isinstance(entry, str))
     return chars // _CHARS_PER_TOKEN + sum(len(entry) for entry in entries if isinstance(entry, list))
 
 
-def tokenize_body(asked: ParsedRequest) -> Body:
+def tokenize_body(request: ParsedRequest) -> Body:
     """Return the body that asks `/tokenize` for the prompt's tokens."""
-    return {name: asked.body[name] for name in _RENDERING[asked.kind] if name in asked.body}
+    return {name: request.body[name] for name in _RENDERING[request.kind] if name in request.body}
 
 
-def documents_of(asked: ParsedRequest, ids: Sequence[int]) -> Iterator[tuple[Sequence[int], int, int]]:
+def documents_of(request: ParsedRequest, ids: Sequence[int]) -> Iterator[tuple[Sequence[int], int, int]]:
     """Yield (before, start, stop) of each document: the tokens that it was computed behind, and its span."""
-    blend = asked.params.get(BLEND) or {}
+    blend = request.params.get(BLEND) or {}
     prefix, spans = ids[: blend.get("prefix") or 0], blend.get("documents") or ()
     joints = blend.get("joints") or ((),) * len(spans)
     for (start, stop), joint in zip(spans, joints, strict=True):
@@ -267,25 +267,25 @@ def documents_of(asked: ParsedRequest, ids: Sequence[int]) -> Iterator[tuple[Seq
             yield (*prefix, *joint), start, stop
 
 
-def prefill_body(asked: ParsedRequest, params: Mapping[str, Any]) -> Body:
+def prefill_body(request: ParsedRequest, params: Mapping[str, Any]) -> Body:
     """Return the body for P: the same prompt, one token, no stream."""
-    body = {name: value for name, value in asked.body.items() if name not in _ONLY_FOR_ANSWERS}
+    body = {name: value for name, value in request.body.items() if name not in _ONLY_FOR_ANSWERS}
     body |= {"stream": False, "max_tokens": 1}
-    if asked.kind == "chat":
+    if request.kind == "chat":
         body["max_completion_tokens"] = 1
-    return _with_prompt(asked, body, params)
+    return _with_prompt(request, body, params)
 
 
-def decode_body(asked: ParsedRequest, params: Mapping[str, Any] | None) -> Body:
+def decode_body(request: ParsedRequest, params: Mapping[str, Any] | None) -> Body:
     """Return the body for D: the request, with P's `params` for the prompt's KV (None: there was no P).
 
     A stream with one answer also asks for token ids, so that another D can continue it. (Not with `echo`:
     vLLM omits the prompt's text if asked for token ids.)
     """
-    body = dict(asked.body)
-    if asked.streams and asked.single and not body.get("echo"):
+    body = dict(request.body)
+    if request.streams and request.single and not body.get("echo"):
         body["return_token_ids"] = True
-    return _with_prompt(asked, body, params)
+    return _with_prompt(request, body, params)
 
 
 def _with_prompt(request: ParsedRequest, body: Body, params: Mapping[str, Any] | None) -> Body:
@@ -304,21 +304,21 @@ class EventParser:
     """Parser of server-sent events that arrive in pieces of any size. `feed` mutates it."""
 
     def __init__(self) -> None:
-        self._rest = bytearray()
+        self._unparsed = bytearray()
 
     def feed(self, data: bytes) -> Iterator[bytes]:
         """Yield the data of each complete event; comments and other fields are dropped.
         Raises ValueError if an event is longer than MAX_EVENT_BYTES."""
-        searched = max(0, len(self._rest) - 3)  # an event's end may have begun in earlier data
-        self._rest += data
-        while end := _EVENT_END.search(self._rest, searched):
-            lines = bytes(self._rest[: end.start()]).splitlines()
-            del self._rest[: end.end()]
+        searched = max(0, len(self._unparsed) - 3)  # an event's end may have begun in earlier data
+        self._unparsed += data
+        while end := _EVENT_END.search(self._unparsed, searched):
+            lines = bytes(self._unparsed[: end.start()]).splitlines()
+            del self._unparsed[: end.end()]
             searched = 0
             values = [line[5:].removeprefix(b" ") for line in lines if line.startswith(b"data:")]
             if values:
                 yield b"\n".join(values)
-        if len(self._rest) > MAX_EVENT_BYTES:
+        if len(self._unparsed) > MAX_EVENT_BYTES:
             raise ValueError(f"an event is longer than {MAX_EVENT_BYTES} bytes")
 
 
@@ -351,23 +351,23 @@ def read_object(raw: bytes) -> Body:
     return value
 
 
-def read_answer(asked: ParsedRequest, raw: bytes) -> Body:
+def read_answer(request: ParsedRequest, raw: bytes) -> Body:
     """Parse an answer that is not a stream. Raises ValueError if it is invalid or an error object."""
     answer = read_object(raw)
     if answer.get("error") is not None:
-        raise ValueError(f"it answered with an error: {shown(answer['error'])}")
-    _check_choices(asked, answer, "message")
+        raise ValueError(f"it answered with an error: {quoted(answer['error'])}")
+    _check_choices(request, answer, "message")
     if not answer["choices"]:
         raise ValueError("choices = []: want at least one")
     return answer
 
 
-def read_event(asked: ParsedRequest, data: bytes) -> Body:
+def read_event(request: ParsedRequest, data: bytes) -> Body:
     """Parse an event of a stream, or an error in its place, which has the field `error`.
     Raises ValueError if it is neither."""
     event = read_object(data)
     if event.get("error") is None:
-        _check_choices(asked, event, "delta")
+        _check_choices(request, event, "delta")
     return event
 
 
@@ -375,19 +375,19 @@ def read_tokens(raw: bytes) -> tuple[int, ...]:
     """Parse the token ids in an answer of `/tokenize`. Raises ValueError if there are none."""
     tokens = read_object(raw).get("tokens")
     if not isinstance(tokens, list) or not all(type(token) is int and 0 <= token < 2**31 for token in tokens):
-        raise ValueError(f"tokens = {shown(tokens)}: want a list of token ids")
+        raise ValueError(f"tokens = {quoted(tokens)}: want a list of token ids")
     return tuple(tokens)
 
 
-def read_hit(raw: bytes, name: str = "hit_tokens") -> int:
+def read_token_count(raw: bytes, name: str = "hit_tokens") -> int:
     """Parse the token count in an answer of kvkit's `/lookup` or `/pin`. Raises ValueError if it has none."""
-    tokens = _want(read_object(raw), name, int)
+    tokens = _optional_field(read_object(raw), name, int)
     if tokens is None:
         raise ValueError(f"{name}: missing")
     return int(tokens)
 
 
-def hide_params(answer: Body) -> None:
+def remove_params(answer: Body) -> None:
     """Remove `kv_transfer_params`, except for the token counts of blending. Mutates."""
     params = answer.pop(_PARAMS, None)
     blend = params.get(BLEND) if isinstance(params, dict) else None
@@ -395,7 +395,7 @@ def hide_params(answer: Body) -> None:
         answer[_PARAMS] = {BLEND: {name: n for name in BLEND_TOKENS if type(n := blend.get(name)) is int}}
 
 
-def aborted(event: Mapping[str, Any]) -> bool:
+def is_aborted(event: Mapping[str, Any]) -> bool:
     """Return whether the engine aborted this answer or event, as vLLM does when it shuts down."""
     return any(choice.get("finish_reason") in ("abort", "error") for choice in event["choices"])
 
@@ -429,44 +429,44 @@ def _check_choices(request: ParsedRequest, answer: Body, field_name: str) -> Non
     Raises:
         ValueError: a field is missing or has a wrong type or value; the message names it.
     """
-    _want(answer, "id", str)
-    _want(answer, "created", int)
+    _optional_field(answer, "id", str)
+    _optional_field(answer, "created", int)
     choices = answer.get("choices")
     if not isinstance(choices, list) or not all(isinstance(choice, dict) for choice in choices):
-        raise ValueError(f"choices = {shown(choices)}: want a list of objects")
-    if len(choices) > request.most_choices:
-        raise ValueError(f"{len(choices)} choices, want at most {request.most_choices}")
-    _want(answer, "usage", dict)
+        raise ValueError(f"choices = {quoted(choices)}: want a list of objects")
+    if len(choices) > request.max_choices:
+        raise ValueError(f"{len(choices)} choices, want at most {request.max_choices}")
+    _optional_field(answer, "usage", dict)
     for name in ("prompt_tokens", "completion_tokens", "total_tokens"):
-        _want(answer.get("usage") or {}, name, int)
+        _optional_field(answer.get("usage") or {}, name, int)
     holders = [choice[field_name] for choice in choices if isinstance(choice.get(field_name), dict)]
     for holder in (answer, *choices, *holders):
         for name in ("prompt_token_ids", "token_ids"):
-            ids = _want(holder, name, list)
+            ids = _optional_field(holder, name, list)
             if ids and not _are_token_ids(ids):
-                raise ValueError(f"{name} = {shown(ids)}: want token ids")
+                raise ValueError(f"{name} = {quoted(ids)}: want token ids")
     for choice in choices:
-        _want(choice, "finish_reason", str)
-        if (_want(choice, "index", int) or 0) >= request.most_choices:
-            raise ValueError(f"index = {choice['index']}: want less than {request.most_choices}")
+        _optional_field(choice, "finish_reason", str)
+        if (_optional_field(choice, "index", int) or 0) >= request.max_choices:
+            raise ValueError(f"index = {choice['index']}: want less than {request.max_choices}")
         if request.kind == "chat":
-            message = _want(choice, field_name, dict)
+            message = _optional_field(choice, field_name, dict)
             for name, kind in (("role", str), ("content", str), ("tool_calls", list)):
-                _want(message or {}, name, kind)
+                _optional_field(message or {}, name, kind)
         else:
-            message = _want(choice, "text", str)
+            message = _optional_field(choice, "text", str)
         if message is None and field_name == "message":
-            raise ValueError(f"a choice has no content: {shown(choice)}")
+            raise ValueError(f"a choice has no content: {quoted(choice)}")
 
 
-def _want(holder: Mapping[str, Any], name: str, kind: type) -> Any:
+def _optional_field(holder: Mapping[str, Any], name: str, kind: type) -> Any:
     """Return a field, or None if it is missing.
     Raises ValueError if it has another type, or is an integer outside 0 to MAX_INTEGER."""
     value = holder.get(name)
     if value is None:
         return None
     if type(value) is not kind or (type(value) is int and not 0 <= value <= MAX_INTEGER):
-        raise ValueError(f"{name} = {shown(value)}: want {kind.__name__}")
+        raise ValueError(f"{name} = {quoted(value)}: want {kind.__name__}")
     return value
 
 
@@ -512,7 +512,7 @@ def _text_of(message: Mapping[str, Any]) -> str:
     return content if isinstance(content, str) else ""
 
 
-def shown(value: Any) -> str:
+def quoted(value: Any) -> str:
     """Format a value from outside for a message."""
     text = reprlib.repr(value)
     return text if len(text) <= 40 else f"{text[:37]}..."

@@ -15,7 +15,7 @@ from pydantic import BaseModel, ConfigDict, Field
 
 MIN_SAMPLE_TOKENS = 64
 """Minimum number of tokens in a sample of a speed; smaller samples are too noisy."""
-_NEWEST = 0.2
+_NEWEST_WEIGHT = 0.2
 
 
 class RouteReason(StrEnum):
@@ -33,12 +33,12 @@ class RouteReason(StrEnum):
     """Straight to D: for several answers, logprobs of the prompt, or blending, D must compute the prompt."""
 
 
-def measured(tokens_per_s: float | None, tokens: int, seconds: float) -> float | None:
+def update_speed(tokens_per_s: float | None, tokens: int, seconds: float) -> float | None:
     """Return a speed updated with a sample; new samples weigh most. None: no sample was large enough."""
     if tokens < MIN_SAMPLE_TOKENS or seconds <= 0:
         return tokens_per_s
     sample = tokens / seconds
-    return sample if tokens_per_s is None else tokens_per_s + _NEWEST * (sample - tokens_per_s)
+    return sample if tokens_per_s is None else tokens_per_s + _NEWEST_WEIGHT * (sample - tokens_per_s)
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,16 +49,16 @@ class Candidate:
         requests: number of requests in flight in the engine.
         waiting_tokens: prompt tokens of these that the engine has yet to compute.
         held_tokens: prompt tokens of this request that the engine need not compute; None: not known.
-        prefill: speed of computing prompts, in tokens per second; None: not measured.
-        handoff: speed of receiving KV from P, P's sending included, in tokens per second; only for a D.
+        prefill_speed: speed of computing prompts, in tokens per second; None: not measured.
+        handoff_speed: speed of receiving KV from P, P's sending included, in tokens per second; only for a D.
     """
 
     name: str
     requests: int = 0
     waiting_tokens: int = 0
     held_tokens: int | None = None
-    prefill: float | None = None
-    handoff: float | None = None
+    prefill_speed: float | None = None
+    handoff_speed: float | None = None
 
     def new_tokens(self, prompt_tokens: int) -> int:
         """Return how many prompt tokens the engine would have to compute."""
@@ -100,7 +100,7 @@ class Decision:
 
     Attributes:
         decode: name of D.
-        prefill: name of P; None: straight to D.
+        prefill_speed: name of P; None: straight to D.
         new_tokens: prompt tokens to compute, on P if there is one, else on D.
     """
 
@@ -116,8 +116,8 @@ def decide(
     decodes: Sequence[Candidate],
     *,
     session: str,
-    last: str | None,
-    suitable: bool,
+    last_decode: str | None,
+    can_disaggregate: bool,
     limits: RoutingLimits,
 ) -> Decision:
     """Choose engines for one request.
@@ -127,17 +127,17 @@ def decide(
         prefills: candidates for P; may be empty.
         decodes: candidates for D; at least one.
         session: name of the conversation; breaks ties between engines, always in the same way.
-        last: D that served the conversation last; None: none.
-        suitable: whether P may compute the prompt.
+        last_decode: D that served the conversation last; None: none.
+        can_disaggregate: whether P may compute the prompt.
 
     Raises:
         ValueError: there is no D.
     """
     if not decodes:
         raise ValueError("decodes: none given, want at least one")
-    decode = choose_decode(decodes, session=session, last=last, limits=limits)
+    decode = choose_decode(decodes, session=session, last_decode=last_decode, limits=limits)
     new_tokens = decode.new_tokens(prompt_tokens)
-    if not suitable:
+    if not can_disaggregate:
         return Decision(decode.name, None, RouteReason.UNSUITABLE, new_tokens)
     if new_tokens <= max(limits.direct_tokens, limits.direct_share * prompt_tokens):
         return Decision(decode.name, None, RouteReason.LITTLE_NEW, new_tokens)
@@ -152,7 +152,7 @@ def decide(
 
 
 def choose_decode(
-    decodes: Sequence[Candidate], *, session: str, last: str | None, limits: RoutingLimits
+    decodes: Sequence[Candidate], *, session: str, last_decode: str | None, limits: RoutingLimits
 ) -> Candidate:
     """Choose the D for a conversation.
 
@@ -162,8 +162,8 @@ def choose_decode(
     """
     min_requests = min(d.requests for d in decodes)
     eligible = [d for d in decodes if d.requests - min_requests <= limits.spread]
-    best = max(eligible, key=lambda d: (d.held_tokens or 0, -d.requests, _rank(session, d.name)))
-    previous = next((d for d in eligible if d.name == last), None)
+    best = max(eligible, key=lambda d: (d.held_tokens or 0, -d.requests, _tie_break(session, d.name)))
+    previous = next((d for d in eligible if d.name == last_decode), None)
     if previous is None:
         return best
     both_known = previous.held_tokens is not None and best.held_tokens is not None
@@ -174,31 +174,31 @@ def choose_decode(
 def choose_prefill(prefills: Sequence[Candidate], prompt_tokens: int, *, session: str) -> Candidate:
     """Choose the P that finishes first, by its waiting tokens and its speed.
     A P without a measured speed counts as fast as the others on average."""
-    speeds = [p.prefill for p in prefills if p.prefill is not None]
+    speeds = [p.prefill_speed for p in prefills if p.prefill_speed is not None]
     mean_speed = sum(speeds) / len(speeds) if speeds else 1.0
 
-    def done(p: Candidate) -> tuple[float, int, int]:
+    def finish_key(p: Candidate) -> tuple[float, int, int]:
         tokens = p.waiting_tokens + p.new_tokens(prompt_tokens)
-        return tokens / (p.prefill or mean_speed), p.requests, -_rank(session, p.name)
+        return tokens / (p.prefill_speed or mean_speed), p.requests, -_tie_break(session, p.name)
 
-    return min(prefills, key=done)
+    return min(prefills, key=finish_key)
 
 
 def direct_seconds(decode: Candidate, prompt_tokens: int) -> float | None:
     """Estimate the seconds until D alone has computed the prompt; None: not measured."""
-    speed = decode.prefill
+    speed = decode.prefill_speed
     return None if speed is None else (decode.waiting_tokens + decode.new_tokens(prompt_tokens)) / speed
 
 
 def prefill_seconds(prefill: Candidate, decode: Candidate, prompt_tokens: int) -> float | None:
     """Estimate the seconds until P has computed the prompt and D received its KV; None: not measured."""
-    speed, handoff = prefill.prefill, decode.handoff
+    speed, handoff = prefill.prefill_speed, decode.handoff_speed
     if speed is None or handoff is None:
         return None
     computing = prefill.waiting_tokens + prefill.new_tokens(prompt_tokens)
     return computing / speed + decode.new_tokens(prompt_tokens) / handoff
 
 
-def _rank(session: str, name: str) -> int:
+def _tie_break(session: str, name: str) -> int:
     """Return a pseudo-random number for a conversation and an engine, the same in every process."""
     return int.from_bytes(blake2b(f"{session}\0{name}".encode(), digest_size=8).digest())

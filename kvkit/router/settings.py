@@ -21,12 +21,12 @@ DEFAULT_PORT = 8000
 
 def _base_url(url: str) -> str:
     """Return `url` without trailing slashes and without a final /v1."""
-    parts = urlsplit(url)
-    if parts.scheme not in ("http", "https") or not parts.hostname or parts.query or parts.fragment:
+    split = urlsplit(url)
+    if split.scheme not in ("http", "https") or not split.hostname or split.query or split.fragment:
         raise ValueError("want http://HOST:PORT or https://HOST:PORT")
-    if parts.port == 0:  # (`parts.port` itself raises for any other invalid port)
+    if split.port == 0:  # (`split.port` itself raises for any other invalid port)
         raise ValueError("want a port from 1 to 65535")
-    if parts.username is not None:
+    if split.username is not None:
         raise ValueError("it has a user name or password, which logs and /health would show")
     return url.rstrip("/").removesuffix("/v1").rstrip("/")
 
@@ -38,7 +38,7 @@ def _handoff_address(address: str) -> str:
     return address
 
 
-def _marks(marks: tuple[str, str] | None) -> tuple[str, str] | None:
+def _distinct_marks(marks: tuple[str, str] | None) -> tuple[str, str] | None:
     """Return `marks` if neither contains the other."""
     if marks is not None and (marks[0] in marks[1] or marks[1] in marks[0]):
         raise ValueError("want two texts, neither containing the other")
@@ -132,7 +132,7 @@ class BlendLimits(BaseModel):
         default=("question_attention", "first_n"),
         description="methods of choosing tokens to recompute that requests may name, if engines know them",
     )
-    marks: Annotated[tuple[str, str] | None, AfterValidator(_marks)] = Field(
+    marks: Annotated[tuple[str, str] | None, AfterValidator(_distinct_marks)] = Field(
         default=None,
         description="texts that mark the start and the end of a document in a prompt; the router removes "
         "them; none: prompts have no marks",
@@ -180,7 +180,7 @@ class RouterConfig(RoutingLimits):
     )
 
     @model_validator(mode="after")
-    def _engines_are_told_apart(self) -> RouterConfig:
+    def _check_engines(self) -> RouterConfig:
         if not self.decode:
             raise ValueError("decode: no engine given; want at least one --decode URL or [decode.NAME]")
         for name, engine in self.prefill.items():
@@ -224,14 +224,14 @@ def read_router_config(path: Path | None = None, **settings: Any) -> RouterConfi
         raise ConfigError(explain(error, RouterConfig, f"{path or 'settings'}: ")) from error
 
 
-def engines(given: list[str], role: str) -> dict[str, dict[str, str]]:
+def parse_engine_options(given: list[str], role: str) -> dict[str, dict[str, str]]:
     """Parse engines of the command line, each [NAME=]URL[,SETTING=VALUE]..., into settings by name.
     Raises ConfigError if two have the same name, or text after a comma is not a setting."""
     parsed: dict[str, dict[str, str]] = {}
     for text in given:
         target, *settings = text.split(",")
         has_name = "=" in target.partition("://")[0]
-        name, _, url = target.partition("=") if has_name else (_address(target), "", target)
+        name, _, url = target.partition("=") if has_name else (_host_and_port(target), "", target)
         if name in parsed:
             raise ConfigError(f"--{role} {text}: there is a {name!r} already")
         parsed[name] = {"url": url}
@@ -244,7 +244,7 @@ def engines(given: list[str], role: str) -> dict[str, dict[str, str]]:
     return parsed
 
 
-def _address(url: str) -> str:
+def _host_and_port(url: str) -> str:
     """Return HOST:PORT of a URL, or all of an invalid URL, which validation refuses later."""
     try:
         return urlsplit(url).netloc or url

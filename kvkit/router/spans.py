@@ -15,11 +15,11 @@ from typing import TypeAlias
 
 TokenArray: TypeAlias = "array[int]"
 _TOKEN_BYTES = array("i").itemsize
-BEFORE = ("", "a", " ", "\n")
+CONTEXTS = ("", "a", " ", "\n")
 """Texts to tokenize a document behind: each merges with another kind of character."""
-LEAST_TOKENS = 16
+MIN_TOKENS = 16
 """Minimum length of a document in tokens; shorter ones are not searched for."""
-_LOOSE_END = 16
+_UNSTABLE_TOKENS = 16
 """Tokens at a document's end (at most half of it) that may differ in a prompt: later text merges."""
 
 
@@ -30,13 +30,13 @@ def tokens_of(ids: Sequence[int]) -> TokenArray:
 
 def common_end(sequences: Sequence[Sequence[int]]) -> TokenArray:
     """Return the longest common end of the sequences."""
-    count = _common(*(reversed(ids) for ids in sequences))
+    count = _common_length(*(reversed(ids) for ids in sequences))
     return tokens_of(sequences[0][len(sequences[0]) - count :])
 
 
 def common_start(sequences: Sequence[Sequence[int]]) -> TokenArray:
     """Return the longest common beginning of the sequences."""
-    return tokens_of(sequences[0][: _common(*sequences)])
+    return tokens_of(sequences[0][: _common_length(*sequences)])
 
 
 def find_spans(
@@ -51,21 +51,21 @@ def find_spans(
     prompt_tokens, spans = tokens_of(prompt), list[tuple[int, int] | None]()
     prompt_bytes = prompt_tokens.tobytes()
     for ids in documents:
-        stable_count = len(ids) - min(_LOOSE_END, len(ids) // 2)
-        start = _index(prompt_bytes, ids[:stable_count].tobytes(), first) if len(ids) >= LEAST_TOKENS else -1
+        stable_count = len(ids) - min(_UNSTABLE_TOKENS, len(ids) // 2)
+        start = _find(prompt_bytes, ids[:stable_count].tobytes(), first) if len(ids) >= MIN_TOKENS else -1
         if start >= 0:
-            first = start + _common(prompt_tokens[start : start + len(ids)], ids)
+            first = start + _common_length(prompt_tokens[start : start + len(ids)], ids)
         spans.append((start, first) if start >= 0 else None)
     return spans
 
 
-def _common(*sequences: Iterable[int]) -> int:
+def _common_length(*sequences: Iterable[int]) -> int:
     """Return the number of leading tokens that all sequences share."""
     shared = itertools.takewhile(lambda column: len(set(column)) == 1, zip(*sequences, strict=False))
     return sum(1 for _ in shared)
 
 
-def _index(data: bytes, pattern: bytes, first: int) -> int:
+def _find(data: bytes, pattern: bytes, first: int) -> int:
     """Return the token index in `data`, from `first` on, at which `pattern` begins; -1: not found."""
     offset = data.find(pattern, first * _TOKEN_BYTES)
     while offset > 0 and offset % _TOKEN_BYTES:

@@ -17,8 +17,8 @@ from kvkit.router import openai
 from kvkit.router.documents import STORED_S, Documents, PostedDocument
 from kvkit.router.metrics import RouterMetrics
 from kvkit.router.openai import ParsedRequest
-from kvkit.router.spans import LEAST_TOKENS, tokens_of
-from kvkit.router.tokens import Headers, Recent
+from kvkit.router.spans import MIN_TOKENS, tokens_of
+from kvkit.router.tokens import Headers, LRUCache
 
 log = logging.getLogger(__name__)
 
@@ -49,27 +49,27 @@ class DocumentWarmer:
         self._waiting = asyncio.Queue[tuple[ParsedRequest, Sequence[int], Headers]](MAX_WAITING)
         self._waiting_tokens = 0
         self._in_flight = set[str]()
-        self._known = Recent[int](_MAX_KNOWN_BYTES, sys.getsizeof)  # tokens held after computing it
+        self._held_after = LRUCache[int](_MAX_KNOWN_BYTES, sys.getsizeof)  # tokens held after computing it
 
-    def offer(self, asked: ParsedRequest, ids: Sequence[int] | None, headers: Headers) -> None:
+    def offer(self, request: ParsedRequest, ids: Sequence[int] | None, headers: Headers) -> None:
         """Queue an answered prompt, without waiting. `ids`: its token ids; None: the request has them."""
-        ids = asked.prompt_ids if ids is None else ids
-        if not asked.blends or ids is None:
+        ids = request.prompt_ids if ids is None else ids
+        if not request.blends or ids is None:
             return
         if self._waiting.full() or self._waiting_tokens + len(ids) > MAX_WAITING_TOKENS:
-            self._outcomes.labels("left_out").inc(len(list(openai.documents_of(asked, ids))))
+            self._outcomes.labels("left_out").inc(len(list(openai.documents_of(request, ids))))
             return
-        fields = {name: asked.body[name] for name in ("model", "cache_salt") if name in asked.body}
+        fields = {name: request.body[name] for name in ("model", "cache_salt") if name in request.body}
         self._waiting_tokens += len(ids)
-        self._waiting.put_nowait((replace(asked, body=fields), ids, headers))
+        self._waiting.put_nowait((replace(request, body=fields), ids, headers))
 
     async def run(self) -> None:
         """Compute one document after another, forever."""
         while True:
-            asked, ids, headers = await self._waiting.get()
+            request, ids, headers = await self._waiting.get()
             self._waiting_tokens -= len(ids)
             try:
-                for document in _carried(asked, ids):
+                for document in _documents_to_warm(request, ids):
                     await self._warm(document, headers)
             except Exception:
                 log.exception("internal error in the router")
@@ -86,7 +86,7 @@ class DocumentWarmer:
                 outcome = "held"
             else:
                 await self._compute(document, headers)
-                self._known.put(name, await self._documents.held(document, STORED_S) or 0)
+                self._held_after.put(name, await self._documents.held_tokens(document, STORED_S) or 0)
                 outcome = "computed"
         except Exception as error:
             log.warning("cannot compute a document of %d tokens: %s", len(document.tokens), error)
@@ -97,16 +97,16 @@ class DocumentWarmer:
     async def _is_held(self, name: str, document: PostedDocument) -> bool:
         """Return whether an engine holds as much of a document as after this router computed it.
         False: it did not compute it. True: what the engines hold is not known."""
-        known = self._known.get(name)
+        known = self._held_after.get(name)
         if known is None:
             return False
-        held = await self._documents.held(document)
+        held = await self._documents.held_tokens(document)
         return held is None or held >= known
 
 
-def _carried(request: ParsedRequest, ids: Sequence[int]) -> Iterator[PostedDocument]:
+def _documents_to_warm(request: ParsedRequest, ids: Sequence[int]) -> Iterator[PostedDocument]:
     """Yield the prompt's documents that do not directly follow their prefix, without short ones."""
     for before, start, stop in openai.documents_of(request, ids):
-        if stop - start >= LEAST_TOKENS and tuple(ids[:start]) != tuple(before):
+        if stop - start >= MIN_TOKENS and tuple(ids[:start]) != tuple(before):
             tokens = tokens_of(before), tokens_of(ids[start:stop])
             yield PostedDocument(request.model, request.salt, *tokens, None)

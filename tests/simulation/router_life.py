@@ -14,7 +14,7 @@ from typing import Any
 import aiohttp
 
 from kvkit.router.app import Router
-from kvkit.router.engines import MISSING_ANSWERS
+from kvkit.router.engines import MAX_PROBE_TIMEOUTS
 from kvkit.router.index import RemovedBlocks
 from kvkit.router.settings import RouterConfig
 from simulation.router_clients import PROMPTS, draw_request, instead_of_web
@@ -137,7 +137,7 @@ class RouterLife:
             limit = config.request_timeout_s
         if engine.state == "stuck":
             question = config.health_interval_s + config.health_timeout_s
-            known = max(engine.since + MISSING_ANSWERS * question, exchange.opened + question)
+            known = max(engine.since + MAX_PROBE_TIMEOUTS * question, exchange.opened + question)
             limit = min(limit, known + question - began)
         return limit
 
@@ -177,7 +177,7 @@ class RouterLife:
             self.loop.close()
 
     async def live(self) -> None:
-        loop, opened = self.loop, self.router._engines_open(None)
+        loop, opened = self.loop, self.router._run_engines(None)
         self.scheduler.say("the router begins")
         troubles = [loop.create_task(e.trouble(), name=e.name) for e in self.engines if self.troubles]
         await anext(opened)
@@ -250,7 +250,7 @@ class RouterLife:
             check(follower.current, "KV events of {} are not followed", name)
             for prompt in PROMPTS:
                 ids = list(prompt.encode())
-                known = follower.index.tokens(ids, "m", "", engine_cache=True)
+                known = follower.index.held_tokens(ids, "m", "", engine_cache=True)
                 holds = self.by_address[name].holds(ids)
                 agrees = known == holds if exact else known <= holds
                 check(agrees, "{} holds {} tokens of {!r}, the router knows {}", name, holds, prompt, known)

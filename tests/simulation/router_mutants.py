@@ -76,14 +76,14 @@ ROUTER_MUTANTS = (
     planted(
         "a stream that broke off begins again, after what the client has",
         DISPATCH,
-        "            if not routed.client.began:\n                routed.restart()\n",
+        "            if not routed.client.stream_began:\n                routed.restart()\n",
         "            if not routed.answer.finished:\n                routed.restart()\n",
     ),
     planted(
         "an answer that its engine gave up is taken for whole",
         DISPATCH,
         """\
-    if openai.aborted(event):
+    if openai.is_aborted(event):
         raise EngineFailed(decode, "aborted", "it aborted the request")
     try:
 """,
@@ -105,9 +105,10 @@ ROUTER_MUTANTS = (
     planted(
         "a client that leaves does not end its request to the engine",
         DISPATCH,
-        '        reply = await engine.ask("POST", routed.rest.path, body, routed.headers, limit_s, read)\n',
+        "        reply = await engine.ask("
+        '"POST", routed.engine_request.path, body, routed.headers, limit_s, read)\n',
         "        asking = engine.ask("
-        '"POST", routed.rest.path, body, routed.headers, limit_s, read)\n'
+        '"POST", routed.engine_request.path, body, routed.headers, limit_s, read)\n'
         "        reply = await asyncio.shield(asyncio.ensure_future(asking))\n",
     ),
     planted(
