@@ -72,14 +72,14 @@ app = typer.Typer(
 )
 
 
-def _tell_version(requested: bool) -> None:
+def _print_version(requested: bool) -> None:
     if requested:
         typer.echo(f"kvkit {version_of(DISTRIBUTION)}")
         raise typer.Exit
 
 
 _Version = Annotated[
-    bool, typer.Option("--version", help="print kvkit's version", callback=_tell_version, is_eager=True)
+    bool, typer.Option("--version", help="print kvkit's version", callback=_print_version, is_eager=True)
 ]
 
 

@@ -22,13 +22,7 @@ from kvkit.environment import is_loopback
 from kvkit.format.keys import DIGEST_BYTES
 from kvkit.format.layout import KVLayout, LayoutError, Namespace, Precision
 from kvkit.handoff.settings import HandoffConfig, open_handoff
-from kvkit.observe.access import (
-    DEFAULT_PORT,
-    MIN_TOKEN_CHARS,
-    default_token_file,
-    make_token,
-    read_token,
-)
+from kvkit.observe.access import DEFAULT_PORT, MIN_TOKEN_CHARS, default_token_file, make_token, read_token
 from kvkit.settings import ENVIRONMENT, TOO_DEEP, ConfigError, explain, read_toml
 from kvkit.staging import Staging
 from kvkit.tiers.base import Tier
@@ -81,7 +75,7 @@ class ServerConfig(BaseModel):
     token_file: Path | None = Field(default=None, description="file with the token; created if missing")
 
     @model_validator(mode="after")
-    def _the_token_is_known(self) -> ServerConfig:
+    def _check_token_given(self) -> ServerConfig:
         if self.token is not None and self.token_file is not None:
             raise ValueError("token and token_file are both given; want one of the two")
         if not is_loopback(self.host) and self.token is None and self.token_file is None:
@@ -134,7 +128,7 @@ class Config(BaseSettings):
     handoff: HandoffConfig | None = Field(None, description="settings of KV handoff; none: no handoff")
 
     @model_validator(mode="after")
-    def _policy_names_tiers(self) -> Config:
+    def _check_tier_names(self) -> Config:
         handoff_tiers = () if self.handoff is None else self.handoff.tiers
         for name in handoff_tiers:
             if name in self.tiers or handoff_tiers.count(name) > 1:
@@ -304,10 +298,7 @@ def _open_handoff(
     config: HandoffConfig, in_memory: list[Tier], layout: KVLayout, namespace: Namespace, timeout_s: float
 ) -> list[Tier]:
     """Open the tiers of handoff; peers may read from the `in_memory` tiers.
-
-    Raises:
-        ConfigError: a size, an address or a certificate is invalid, or the secret's file holds no secret.
-    """
+    Raises ConfigError if a size, an address or a certificate is invalid, or no secret is in its file."""
     secret = b"" if config.secret is None else config.secret.get_secret_value().encode()
     try:
         if config.secret_file is not None:
@@ -333,12 +324,8 @@ def _open_server(config: Config, cache: Cache) -> CacheServer:
 
 def _refuse_misspelt_variables() -> None:
     """Refuse variables with names that resemble a setting's.
-
-    Others may set KVKIT_* too, such as Kubernetes for a service "kvkit".
-
-    Raises:
-        ConfigError: there is such a variable.
-    """
+    Other programs may set KVKIT_*, too, such as Kubernetes for a service "kvkit".
+    Raises ConfigError if there is one."""
     known = list(Config.model_fields)
     for variable in os.environ:
         name = variable.lower().removeprefix(_PREFIX.lower()).partition("__")[0]

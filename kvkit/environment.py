@@ -114,10 +114,7 @@ def outside_captures() -> Iterator[None]:
 
 def cache_folder() -> Path:
     """Return the folder of this user's kvkit caches: kvkit in $XDG_CACHE_HOME or ~/.cache.
-
-    Raises:
-        FileNotFoundError: neither $XDG_CACHE_HOME nor a home folder exists.
-    """
+    Raises FileNotFoundError if there is neither $XDG_CACHE_HOME nor a home folder."""
     try:
         return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "kvkit"
     except RuntimeError as error:  # a container's user may have no passwd entry
@@ -125,24 +122,18 @@ def cache_folder() -> Path:
 
 
 def verdict_path(kind: str, name: str) -> Path:
-    """Return the path of a verdict: the stored measurements of a model's weights.
+    """Return the path of a verdict: the stored measurements of a model's weights. Raises as `cache_folder`.
 
     Args:
         kind: feature that was measured, such as "blend".
         name: the caller's name for the weights.
-
-    Raises:
-        FileNotFoundError: see `cache_folder`.
     """
     return cache_folder() / kind / f"{name}.json"
 
 
 def prepare_verdicts(kind: str) -> None:
     """Create the folder for a kind of verdict, to fail before a long measurement and not after it.
-
-    Raises:
-        OSError: the folder cannot be written, or there is no home folder.
-    """
+    Raises OSError if the folder cannot be written, or there is no home folder."""
     folder = cache_folder() / kind
     folder.mkdir(parents=True, exist_ok=True)
     tempfile.TemporaryFile(dir=folder).close()
@@ -150,10 +141,7 @@ def prepare_verdicts(kind: str) -> None:
 
 def keep_verdict(kind: str, names: Iterable[str], content: Mapping[str, Any]) -> list[Path]:
     """Write a verdict under each of the weights' names; return the paths.
-
-    Raises:
-        OSError: a file cannot be written, or there is no home folder.
-    """
+    Raises OSError if a file cannot be written, or there is no home folder."""
     paths = [verdict_path(kind, name) for name in names]
     for path in paths:
         path.parent.mkdir(parents=True, exist_ok=True)

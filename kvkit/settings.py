@@ -34,11 +34,7 @@ class ConfigError(ValueError):
 
 
 def read_toml(path: str | os.PathLike[str]) -> dict[str, Any]:
-    """Read and parse a TOML file.
-
-    Raises:
-        ConfigError: the file cannot be read or is not TOML.
-    """
+    """Read and parse a TOML file. Raises ConfigError if it cannot be read or is not TOML."""
     try:
         return tomllib.loads(Path(path).read_text(encoding="utf-8"))
     except RecursionError as error:
@@ -108,14 +104,14 @@ def _section(model: type[BaseModel], path: Sequence[str | int]) -> type[BaseMode
     return model
 
 
-def imported(place: str) -> Any:
+def imported(path: str) -> Any:
     """Import the object named by "package.module:name".
 
     Raises:
         ImportError, AttributeError: the module, or the name in it, does not exist.
         ValueError: the module or the name is missing, or the module's name is relative.
     """
-    module, _, name = place.partition(":")
+    module, _, name = path.partition(":")
     if not module or not name or module.startswith("."):
         raise ValueError("want package.module:name")
     return getattr(import_module(module), name)
@@ -123,10 +119,7 @@ def imported(place: str) -> Any:
 
 def extension(group: str, option: str) -> Any:
     """Return the function of an installed package that carries out a command's option.
-
-    Raises:
-        CommandError: no installed package has it.
-    """
+    Raises CommandError if no installed package has it."""
     for entry in entry_points(group=group, name=option):
         return entry.load()
     raise CommandError(f"--{option}: no installed package has it (entry points {group!r})")

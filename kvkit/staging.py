@@ -126,18 +126,18 @@ class Arena(ABC):
     Args:
         memory: memory of a multiple of `slot_bytes` bytes.
         slot_bytes: bytes of a slot, a multiple of the page size.
-        what: the arena's name in errors.
+        name: the arena's name in errors.
 
     Attributes:
         arrays: the memory, uint8 [slots, slot_bytes].
         used: bytes of each slot that hold a record.
     """
 
-    def __init__(self, memory: mmap.mmap, slot_bytes: int, what: str) -> None:
+    def __init__(self, memory: mmap.mmap, slot_bytes: int, name: str) -> None:
         self._memory = memory
         with suppress(OSError):  # the kernel has no huge pages
             memory.madvise(mmap.MADV_HUGEPAGE)
-        self._fork_guard = ForkGuard(what)
+        self._fork_guard = ForkGuard(name)
         self.slot_bytes = slot_bytes
         self.slots = len(memory) // slot_bytes
         self.arrays = np.frombuffer(memory, np.uint8).reshape(self.slots, slot_bytes)
@@ -149,8 +149,8 @@ class Arena(ABC):
         self._pinned: int | None = None  # the address registered with CUDA
         self._gpu = _current_gpu()
         self.ready = threading.Event()
-        self._toucher = threading.Thread(target=self._touch, name="kvkit-prefault", daemon=True)
-        self._toucher.start()
+        self._prefaulter = threading.Thread(target=self._prefault_and_pin, name="kvkit-prefault", daemon=True)
+        self._prefaulter.start()
 
     @property
     def buffers(self) -> list[memoryview]:
@@ -166,7 +166,7 @@ class Arena(ABC):
         with self._changed:
             self._closed = True
             self._changed.notify_all()
-        self._toucher.join()
+        self._prefaulter.join()
         if self._pinned is not None:
             import torch
 
@@ -186,7 +186,7 @@ class Arena(ABC):
             self._references[lease.slot] += 1
             return Lease(self, lease.slot)
 
-    def _drop(self, lease: Lease) -> bool:
+    def _drop_reference(self, lease: Lease) -> bool:
         """Drop a reference, under the lock; return whether it was the slot's last."""
         if lease._released:
             raise StagingError(f"slot {lease.slot}: released twice")
@@ -194,7 +194,7 @@ class Arena(ABC):
         self._references[lease.slot] -= 1
         return not self._references[lease.slot]
 
-    def _touch(self) -> None:
+    def _prefault_and_pin(self) -> None:
         """Fault in the memory, and pin it for a GPU."""
         prefault(self._memory, lambda: self._closed)
         try:
@@ -321,13 +321,13 @@ class Staging(Arena):
                 for reclaim in tuple(self._reclaims) if missing > 0 else ():
                     reclaim(missing)
                 with self._changed:
-                    left = deadline - time.monotonic()
-                    self._changed.wait_for(lambda: ready() or stopped(), min(left, RECLAIM_S))
+                    remaining_s = deadline - time.monotonic()
+                    self._changed.wait_for(lambda: ready() or stopped(), min(remaining_s, RECLAIM_S))
                     if ready():
                         return self._lease(min(at_most, len(self._free)) // at_least * at_least)
                     if stopped():
                         raise Stopped
-                    if left <= RECLAIM_S:
+                    if remaining_s <= RECLAIM_S:
                         raise StagingTimeout(
                             f"{at_least} of {self.slots} slots did not come free within {timeout_s} s"
                         )
@@ -343,10 +343,7 @@ class Staging(Arena):
 
     def check_integrity(self) -> None:
         """Check that no slot is lost or counted twice.
-
-        Raises:
-            AssertionError: a slot is, which is a defect in kvkit.
-        """
+        Raises AssertionError if one is, which is a defect in kvkit."""
         with self._changed:
             free = Counter(self._free)
             for slot, references in enumerate(self._references):
@@ -373,7 +370,7 @@ class Staging(Arena):
     def _release(self, lease: Lease) -> None:
         self._fork_guard.check()
         with self._changed:
-            if not self._drop(lease):
+            if not self._drop_reference(lease):
                 return
             self._free.appendleft(lease.slot)  # the slot used last is the one in cache
             self._changed.notify_all()
@@ -435,10 +432,10 @@ def map_shared(descriptor: int, size: int, offset: int = 0) -> mmap.mmap:
 def keep_from_forks(memory: mmap.mmap) -> None:
     """Keep forks from mapping `memory`, and from unmapping their own memory at its address."""
     memory.madvise(mmap.MADV_DONTFORK)
-    os.register_at_fork(after_in_child=partial(_outlive, weakref.ref(memory)))
+    os.register_at_fork(after_in_child=partial(_keep_alive_in_fork, weakref.ref(memory)))
 
 
-def _outlive(memory: weakref.ref[mmap.mmap]) -> None:
+def _keep_alive_in_fork(memory: weakref.ref[mmap.mmap]) -> None:
     """Keep the mmap object alive forever in a fork, by a reference from an at-fork hook."""
     os.register_at_fork(before=partial(id, memory()))
 

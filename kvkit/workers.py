@@ -29,8 +29,8 @@ class Forked(RuntimeError):
 class ForkGuard:
     """The process that opened an object, and the object's name in errors."""
 
-    def __init__(self, what: str) -> None:
-        self._what = what
+    def __init__(self, name: str) -> None:
+        self._name = name
         self._pid = os.getpid()
 
     @property
@@ -42,7 +42,7 @@ class ForkGuard:
         """Raise `Forked` in a fork. Call before taking locks, which the parent's threads may have held."""
         if os.getpid() != self._pid:
             raise Forked(
-                f"{self._what} was opened in process {self._pid}, and this is process {os.getpid()}, forked "
+                f"{self._name} was opened in process {self._pid}, and this is process {os.getpid()}, forked "
                 "since: open one in each process, after the fork"
             )
 
@@ -85,14 +85,14 @@ class Workers:
         with self._changed:
             if self._closed:
                 raise Closed("these threads are closed")
-            self._grow(self.waiting + len(jobs) - self._idle)
+            self._start_threads(self.waiting + len(jobs) - self._idle)
             (self._urgent if urgent else self._jobs).extend(jobs)
             self._changed.notify(len(jobs))
 
     def submit(self, function: Callable[[], T], urgent: bool = False) -> Future[T]:
         """Run `function` in a thread; the future has its result or exception. `cancel` prevents its start."""
         future: Future[T] = Future()
-        self.start(partial(_carry_out, function, future), urgent=urgent)
+        self.start(partial(_complete, function, future), urgent=urgent)
         return future
 
     def close(self, timeout_s: float | None = None) -> bool:
@@ -105,7 +105,7 @@ class Workers:
             thread.join(None if deadline is None else max(0.0, deadline - time.monotonic()))
         return not any(thread.is_alive() for thread in self._threads)
 
-    def _grow(self, missing: int) -> None:
+    def _start_threads(self, missing: int) -> None:
         """Start up to `missing` more threads; fewer are enough if at least one is running."""
         for _ in range(min(missing, self.count - len(self._threads))):
             name = f"{self.name}-{len(self._threads)}"
@@ -135,13 +135,10 @@ class Workers:
 
 def submit(function: Callable[[], T], name: str) -> Future[T]:
     """Run `function` in a new daemon thread of this name; the future has its result or exception.
-
-    Raises:
-        Closed: no thread can be started.
-    """
+    Raises Closed if no thread can be started."""
     future: Future[T] = Future()
     try:
-        threading.Thread(target=_carry_out, args=(function, future), name=name, daemon=True).start()
+        threading.Thread(target=_complete, args=(function, future), name=name, daemon=True).start()
     except RuntimeError as error:  # the process's thread limit
         raise Closed(f"{name}: {error}") from error
     return future
@@ -205,11 +202,11 @@ class Transfer(Future[T]):
     def start(workers: Workers, move: Callable[[Transfer[T]], T], urgent: bool = False) -> Transfer[T]:
         """Run `move` in a thread of `workers`; it checks `stopped`. Raises the errors of `Workers.start`."""
         transfer: Transfer[T] = Transfer()
-        workers.start(partial(_carry_out, partial(move, transfer), transfer), urgent=urgent)
+        workers.start(partial(_complete, partial(move, transfer), transfer), urgent=urgent)
         return transfer
 
 
-def _carry_out(function: Callable[[], T], future: Future[T]) -> None:
+def _complete(function: Callable[[], T], future: Future[T]) -> None:
     if future.set_running_or_notify_cancel():
         try:
             future.set_result(function())

@@ -93,7 +93,7 @@ def _streams(raw: bytes, asked: ParsedRequest, cuts: list[int]) -> None:
                 event = openai.read_event(asked, data)
                 if event.get("error") is not None:
                     break
-                openai.aborted(event)
+                openai.is_aborted(event)
                 shown = answer.advance(event)
                 assert shown is None or isinstance(shown["choices"], list)
                 if shown is not None:
@@ -120,7 +120,7 @@ def _answers(raw: bytes, asked: ParsedRequest) -> None:
     if answer is not None:
         assert answer["choices"]
         assert not isinstance(openai.computed_tokens(answer), float)
-        openai.aborted(answer)
+        openai.is_aborted(answer)
         assert strict(json.dumps(answer).encode()) == answer
 
 

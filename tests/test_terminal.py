@@ -36,7 +36,7 @@ from kvkit.lab.simulate.config import SimulationConfig
 from kvkit.lab.simulate.report import compare
 from kvkit.lab.simulate.report import table as simulations
 from kvkit.lab.simulate.traces import mixed
-from kvkit.observe.terminal import FittedTable, tell_json
+from kvkit.observe.terminal import FittedTable, print_json
 
 WORDS = st.text("abc[]1", min_size=1, max_size=12)
 TEXTS = st.lists(WORDS, min_size=1, max_size=4).map(" ".join)
@@ -172,7 +172,7 @@ def test_every_table_is_whole_at_80_columns(name: str) -> None:
 
 
 def test_json_has_no_number_that_json_lacks(capsys: pytest.CaptureFixture[str]) -> None:
-    tell_json({"a": math.nan, "b": [math.inf, -math.inf, 1.5], "c": "é\ud800"})
+    print_json({"a": math.nan, "b": [math.inf, -math.inf, 1.5], "c": "é\ud800"})
     assert capsys.readouterr().out == '{"a": null, "b": [null, null, 1.5], "c": "\\u00e9\\ud800"}\n'
 
 

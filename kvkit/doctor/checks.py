@@ -39,7 +39,7 @@ SMALL_BYTES = 4 << 20
 LAYOUT = KVLayout(
     (LayerGroup((0, 1, 2, 3), kv_heads=4, k_size=64, v_size=64, dtype="float16", block_tokens=16),)
 )
-FORM = RecordFormat.of(
+FORMAT = RecordFormat.of(
     LAYOUT, 0, Namespace("kvkit doctor", layout=LAYOUT.fingerprint(), dtype="float16", chunk_tokens=32)
 )
 T = TypeVar("T")
@@ -71,22 +71,19 @@ class _Steps:
         self.seconds: dict[str, float] = {}
         self.error = ""
 
-    def take(self, name: str, step: Callable[[], T], limit_s: float) -> T:
+    def run(self, name: str, step: Callable[[], T], limit_s: float) -> T:
         """Run a step; after a timeout it continues in a daemon thread.
-
-        Raises:
-            Exception: the step failed or timed out; `error` names the step and the reason.
-        """
-        begun = time.monotonic()
+        Raises what the step raises; `error` then names the step and the reason."""
+        start = time.monotonic()
         try:
-            found = within(limit_s, step, "kvkit-doctor")
+            result = within(limit_s, step, "kvkit-doctor")
         except Exception as error:  # a tier's library may raise any type
             timed_out = isinstance(error, TimeoutError) and not str(error)
             reason = f"no answer within {limit_s:g} s" if timed_out else str(error) or type(error).__name__
             self.error = f"{name}: {reason}"
             raise
-        self.seconds[name] = time.monotonic() - begun
-        return found
+        self.seconds[name] = time.monotonic() - start
+        return result
 
 
 def check_kernels() -> Finding:
@@ -94,17 +91,14 @@ def check_kernels() -> Finding:
     steps = _Steps()
     notes: list[str] = []
     with _warnings() as warnings, suppress(Exception):
-        folder = steps.take("pack and unpack", _move_pages, COMPILE_S)
+        folder = steps.run("pack and unpack", _move_pages, COMPILE_S)
         notes.append(f"compiled kernels are in {folder}" if folder else "each process compiles kernels anew")
     return Finding("kernels on the CPU", steps.error, steps.seconds, tuple(warnings), tuple(notes))
 
 
 def _move_pages() -> str | None:
     """Move KV to a record and back; return numba's cache folder.
-
-    Raises:
-        ValueError: the unpacked KV differs.
-    """
+    Raises ValueError if the unpacked KV differs."""
     from kvkit.kernels.pages import numba
     from kvkit.kernels.pages.api import Pages, pack, unpack
 
@@ -112,7 +106,7 @@ def _move_pages() -> str | None:
     source, target = group.pages(3), group.pages(3)
     for layer in source:
         layer.normal_()
-    payload = np.zeros(group.chunk_bytes(FORM.namespace.chunk_tokens), np.uint8)
+    payload = np.zeros(group.chunk_bytes(FORMAT.namespace.chunk_tokens), np.uint8)
     pack(Pages.of(group, source), [payload], blocks=blocks)
     unpack(Pages.of(group, target), [payload], blocks=blocks)
     if not all(bool((a[1:] == b[1:]).all()) for a, b in zip(source, target, strict=True)):
@@ -137,7 +131,7 @@ def check_tiers(config: Config) -> Iterator[Finding]:
 def _check_tier(name: str, config: TierConfig, stored: bool, timeout_s: float) -> Finding:
     steps = _Steps()
     with _warnings() as warnings, suppress(Exception):
-        _take_steps(steps, name, config, stored, max(timeout_s, 2 * config.timeout_s))
+        _run_steps(steps, name, config, stored, max(timeout_s, 2 * config.timeout_s))
     notes = () if stored else ("nothing was put: the policy stores nothing there",)
 
     def hidden(text: str) -> str:
@@ -148,39 +142,36 @@ def _check_tier(name: str, config: TierConfig, stored: bool, timeout_s: float) -
     return Finding(f"tiers.{name}", hidden(steps.error), steps.seconds, tuple(map(hidden, warnings)), notes)
 
 
-def _take_steps(steps: _Steps, name: str, config: TierConfig, stored: bool, limit_s: float) -> None:
-    key = secrets.token_bytes(len(FORM.digest))
-    names, expected = [FORM.name(key)], _record(key)
+def _run_steps(steps: _Steps, name: str, config: TierConfig, stored: bool, limit_s: float) -> None:
+    key = secrets.token_bytes(len(FORMAT.digest))
+    names, expected = [FORMAT.name(key)], _record(key)
     with ExitStack() as opened:
-        small = steps.take("settings", lambda: opened.enter_context(_small(config)), limit_s)
+        small = steps.run("settings", lambda: opened.enter_context(_small_tier(config)), limit_s)
         del steps.seconds["settings"]
-        staging = Staging(-(-FORM.record_bytes // 4096) * 4096, 2 + SMALL_BYTES // FORM.record_bytes)
+        staging = Staging(-(-FORMAT.record_bytes // 4096) * 4096, 2 + SMALL_BYTES // FORMAT.record_bytes)
         opened.callback(staging.close)
-        tier = steps.take("open", lambda: open_tier(name, small, staging), OPEN_S + limit_s)
+        tier = steps.run("open", lambda: open_tier(name, small, staging), OPEN_S + limit_s)
         opened.callback(_close, tier, limit_s)
         tier.limit(staging.slot_bytes)
         if not stored:
-            steps.take("lookup", lambda: tier.match_prefix(names), limit_s)
+            steps.run("lookup", lambda: tier.match_prefix(names), limit_s)
             return
-        steps.take("put", lambda: _put(tier, staging, names, expected), limit_s)
+        steps.run("put", lambda: _put(tier, staging, names, expected), limit_s)
         try:
-            steps.take("get", lambda: _get(tier, staging, names, expected, config), limit_s)
+            steps.run("get", lambda: _get(tier, staging, names, expected, config), limit_s)
         except Exception:
             with suppress(Exception):
                 within(limit_s, lambda: tier.delete(names), "kvkit-doctor")
             raise
-        steps.take("delete", lambda: tier.delete(names), limit_s)
+        steps.run("delete", lambda: tier.delete(names), limit_s)
 
 
 @contextmanager
-def _small(config: TierConfig) -> Iterator[TierConfig]:
+def _small_tier(config: TierConfig) -> Iterator[TierConfig]:
     """Yield settings to check a tier: stores evict nothing, memory is small, a shared pool is a new one.
 
     Afterwards, removes the pool and empty folders of records.
-
-    Raises:
-        OSError: shared memory has no room for the capacity.
-    """
+    Raises OSError if shared memory has no room for the capacity."""
     url = config.urls[0] if config.urls else None
     small_capacity = ByteSize(min(SMALL_BYTES, config.capacities[0] or SMALL_BYTES))
     if config.kind is not None:
@@ -203,7 +194,7 @@ def _small(config: TierConfig) -> Iterator[TierConfig]:
             yield config.model_copy(update={"capacity": None, "quota": None})
         finally:
             for root in (folder_url for folder_url in config.urls if kind_of(folder_url) is TIERS["folder"]):
-                array = quantised_name(FORM.array, config.precision) if config.precision else FORM.array
+                array = quantised_name(FORMAT.array, config.precision) if config.precision else FORMAT.array
                 array = os.path.join(LocalFileSystem._strip_protocol(root), array)
                 with suppress(OSError):  # missing, not empty, or in use by another check
                     os.rmdir(array)
@@ -212,13 +203,12 @@ def _small(config: TierConfig) -> Iterator[TierConfig]:
 
 def _record(key: bytes) -> NDArray[np.uint8]:
     """Return a record with pseudorandom KV, uint8 [record_bytes]."""
-    data: NDArray[np.uint8] = np.zeros(FORM.record_bytes, np.uint8)
-    payload = record.payload(FORM, data)
+    data: NDArray[np.uint8] = np.zeros(FORMAT.record_bytes, np.uint8)
+    payload = record.payload(FORMAT, data)
     kv = np.random.default_rng(0).standard_normal(len(payload) // 2).astype(np.float16)
     payload[:] = kv.view(np.uint8)
-    record.seal(
-        FORM, memoryview(data.data), FORM.digest, key, np.arange(FORM.namespace.chunk_tokens, dtype=np.int32)
-    )
+    tokens = np.arange(FORMAT.namespace.chunk_tokens, dtype=np.int32)
+    record.seal(FORMAT, memoryview(data.data), FORMAT.digest, key, tokens)
     return data
 
 
@@ -241,12 +231,9 @@ def _get(
 
 def _compare(lease: Lease, expected: NDArray[np.uint8], exact: bool) -> None:
     """Check that a loaded record equals the one put, or only its size unless `exact`.
-
-    Raises:
-        ValueError: the record differs.
-    """
-    found = lease.record
-    if len(found) != len(expected) or (exact and not np.array_equal(found, expected)):
+    Raises ValueError if it differs."""
+    loaded = lease.record
+    if len(loaded) != len(expected) or (exact and not np.array_equal(loaded, expected)):
         raise ValueError("the record read back differs from the one put")
 
 

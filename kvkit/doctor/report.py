@@ -61,14 +61,14 @@ class Installed:
 
 def installed() -> list[Installed]:
     """Return the packages of `FEATURES`, as installed on this machine."""
-    found = []
+    features = []
     for packages, purpose, source in FEATURES:
         names = packages.split(" or ")
         package = next(filter(version_of, names), names[0])
         from_kvkit = not source or source.startswith("[")
         install = f"pip install '{DISTRIBUTION}{source}'" if from_kvkit else f"comes with {source}"
-        found.append(Installed(package, version_of(package), purpose, install))
-    return found
+        features.append(Installed(package, version_of(package), purpose, install))
+    return features
 
 
 def examine(config: Path | None, console: Console, *, verbose: bool, as_json: bool) -> bool:
@@ -130,39 +130,40 @@ def _show_packages(packages: list[Installed], console: Console, *, table: bool, 
         highlight=False,
         soft_wrap=True,
     )
-    if another := version_of("kvkit"):
+    if other_kvkit := version_of("kvkit"):
         console.print(
-            f"[yellow]the package kvkit {escape(another)} is installed[/yellow]: another project or an older "
-            f"kvkit. Its files are in the same folder as those of this kvkit, {DISTRIBUTION} in pip.\n"
+            f"[yellow]the package kvkit {escape(other_kvkit)} is installed[/yellow]: another project or an "
+            f"older kvkit. Its files are in the same folder as those of this kvkit, {DISTRIBUTION} in pip.\n"
             f"Remove both: pip uninstall kvkit {DISTRIBUTION}, then install kvkit's clone again.",
             soft_wrap=True,
         )
     absent = [found for found in packages if found.version is None]
     count = len(packages) - len(absent)
-    _say(f"packages: {count} of {len(packages)}; --verbose lists them" if not table else "packages:", console)
+    summary = "packages:" if table else f"packages: {count} of {len(packages)}; --verbose lists them"
+    _print_line(summary, console)
     if table:
         shown = Table("package", "version", "for")
         for found in packages:
-            lacking = f"[yellow]missing[/yellow]: {escape(found.install)}"
-            shown.add_row(found.package, found.version or lacking, found.purpose)
+            missing_cell = f"[yellow]missing[/yellow]: {escape(found.install)}"
+            shown.add_row(found.package, found.version or missing_cell, found.purpose)
         show(shown, console)
     elif missing:
         for found in absent:
-            _say(f"  missing for {found.purpose}: {found.package}: {found.install}", console)
+            _print_line(f"  missing for {found.purpose}: {found.package}: {found.install}", console)
 
 
 def _show(finding: Finding, console: Console, verbose: bool) -> None:
     """Print a line for a passed check, and more for one that failed or warned."""
     times = ", ".join(f"{step} {seconds * 1e3:.1f} ms" for step, seconds in finding.seconds.items())
     if not finding.error:
-        _say(f"{finding.name}: ok{f': {times}' if times else ''}", console)
+        _print_line(f"{finding.name}: ok{f': {times}' if times else ''}", console)
     else:
         console.print(f"[red]{escape(printable(finding.name))}: failed[/red]", end=": ", soft_wrap=True)
-        _say("\n  ".join(map(printable, finding.error.splitlines())), console, plain=False)
+        _print_line("\n  ".join(map(printable, finding.error.splitlines())), console, plain=False)
         if times:
-            _say(f"  before that: {times}", console)
+            _print_line(f"  before that: {times}", console)
     for line in (*finding.warnings, *(finding.notes if verbose or finding.error else ())):
-        _say(f"  {line}", console)
+        _print_line(f"  {line}", console)
 
 
 def _show_settings(config: Config, console: Console) -> None:
@@ -170,8 +171,8 @@ def _show_settings(config: Config, console: Console) -> None:
     console.print_json(json.dumps(config.model_dump(mode="json")))
     policy = config.resolved_policy()
     for setting in ("retrieve_from", "store_to", "write_back_to"):
-        _say(f"{setting}: {', '.join(getattr(policy, setting)) or 'none'}", console)
+        _print_line(f"{setting}: {', '.join(getattr(policy, setting)) or 'none'}", console)
 
 
-def _say(text: str, console: Console, plain: bool = True) -> None:
+def _print_line(text: str, console: Console, plain: bool = True) -> None:
     console.print(printable(text) if plain else text, markup=False, highlight=False, soft_wrap=True)

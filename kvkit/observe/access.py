@@ -22,20 +22,14 @@ MIN_TOKEN_CHARS = 16
 
 def listen(host: str, port: int) -> tuple[socket.socket, str]:
     """Return a socket that listens at this address (port 0: any free port), and its URL.
-
-    Raises:
-        OSError, OverflowError: the address is not of this host, or is taken.
-    """
+    Raises OSError or OverflowError if the address is not of this host, or is taken."""
     listening = socket.create_server((host, port), family=socket.AF_INET6 if ":" in host else socket.AF_INET)
     return listening, f"http://{f'[{host}]' if ':' in host else host}:{listening.getsockname()[1]}"
 
 
 def default_token_file() -> Path:
     """Return the path of this user's token: kvkit/token below $XDG_STATE_HOME or ~/.local/state.
-
-    Raises:
-        ConfigError: the user has no home.
-    """
+    Raises ConfigError if the user has no home folder."""
     try:
         return Path(os.environ.get("XDG_STATE_HOME") or Path.home() / ".local" / "state") / "kvkit" / "token"
     except RuntimeError as error:
@@ -44,10 +38,7 @@ def default_token_file() -> Path:
 
 def make_token(path: Path) -> str:
     """Return the token in `path`; if there is no such file, create one that only this user can read.
-
-    Raises:
-        ConfigError: the file cannot be written; or see `read_token`.
-    """
+    Raises ConfigError if the file cannot be written, and as `read_token`."""
     if path.exists():
         return read_token(path)
     try:
@@ -68,10 +59,7 @@ def make_token(path: Path) -> str:
 
 def read_token(path: Path, setting: str = "server.token_file") -> str:
     """Return the token, or another secret, in `path`; messages name `setting`.
-
-    Raises:
-        ConfigError: the file cannot be read, every user can read it, or it holds no token.
-    """
+    Raises ConfigError if the file cannot be read, every user can read it, or it holds no token."""
     try:
         with open(path, encoding="utf-8") as file:
             mode = stat.S_IMODE(os.fstat(file.fileno()).st_mode)
@@ -86,10 +74,7 @@ def read_token(path: Path, setting: str = "server.token_file") -> str:
 
 def check_token(token: str, setting: str) -> None:
     """Check that `token` is a valid token.
-
-    Raises:
-        ConfigError: it is too short, or an HTTP header cannot hold it.
-    """
+    Raises ConfigError if it is too short, or no HTTP header can hold it."""
     if len(token) < MIN_TOKEN_CHARS or not token.isascii() or not token.isprintable() or " " in token:
         raise ConfigError(f"{setting}: want at least {MIN_TOKEN_CHARS} printable ASCII characters, no spaces")
 

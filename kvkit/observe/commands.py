@@ -34,33 +34,33 @@ def inspect(
 
     from kvkit.environment import printable
     from kvkit.format import urls
-    from kvkit.observe.inspect import described
-    from kvkit.observe.terminal import show, tell_json
+    from kvkit.observe.inspect import listing_json
+    from kvkit.observe.terminal import print_json, show
 
     console = Console()
 
-    def say(text: str) -> None:
+    def print_line(text: str) -> None:
         console.print(printable(text), markup=False, highlight=False, soft_wrap=True)
 
     try:
-        listings = _listed(store, config)
+        listings = _read_listings(store, config)
     except (OSError, ValueError, ImportError) as error:
         sys.exit(urls.hide(str(error), store))
     if as_json:
-        tell_json({"store": urls.shown(store), "arrays": list(map(described, listings))}, indent=1)
+        print_json({"store": urls.shown(store), "arrays": list(map(listing_json, listings))}, indent=1)
         raise typer.Exit(any(listing.damaged for listing in listings))
     if not listings:
-        say(f"{urls.shown(store)}: no records")
+        print_line(f"{urls.shown(store)}: no records")
         return
-    show(_table(listings), console)
+    show(_listing_table(listings), console)
     for listing in listings:
         for name, reason in listing.damaged:
-            say(f"damaged: {name}: {reason}")
+            print_line(f"damaged: {name}: {reason}")
     if any(listing.damaged for listing in listings):
         raise typer.Exit(1)
 
 
-def _listed(store: str, config: Path | None) -> list[ArrayListing]:
+def _read_listings(store: str, config: Path | None) -> list[ArrayListing]:
     """Read all of a store, or of a tier of a configuration file, and report the progress."""
     from rich.console import Console
 
@@ -84,7 +84,7 @@ def _listed(store: str, config: Path | None) -> list[ArrayListing]:
     return completed
 
 
-def _table(listings: Sequence[ArrayListing]) -> Table:
+def _listing_table(listings: Sequence[ArrayListing]) -> Table:
     """Return a table with a row for each array."""
     from rich.markup import escape
     from rich.table import Column, Table
@@ -92,14 +92,14 @@ def _table(listings: Sequence[ArrayListing]) -> Table:
     from kvkit.environment import printable
 
     numbers = (Column(name, justify="right") for name in ("chunks", "tokens", "MB", "damaged"))
-    shown = Table("namespace", "group", "model", *numbers)
+    listing_table = Table("namespace", "group", "model", *numbers)
     for listing in listings:
         digest, _, group = listing.array.rpartition("/")
         precision = str(listing.namespace.get("layout", "")).partition("-")[2]
         fields = *(listing.namespace.get(name, "") for name in ("model", "dtype")), precision
         model = " ".join(map(str, fields)).strip()
-        shown.add_row(
+        listing_table.add_row(
             *(escape(digest), escape(group), escape(printable(model or "no zarr.json")), str(listing.chunks)),
             *(str(listing.tokens), f"{listing.bytes / 1e6:.1f}", str(len(listing.damaged))),
         )
-    return shown
+    return listing_table

@@ -13,8 +13,8 @@ query: it has a counter of its own, apart from the lookups of requests. With `wa
 seconds for pending stores. `engine` stands for the engine's own blocks, which the cache does not see: its
 `hit_tokens` are null, with the `reason`.
 
-Every request carries the token: `Authorization: Bearer ...`. A client without it takes one of a few
-connections, which gives way to the next (`kvkit.observe.connections`). Errors are reported in
+Every request carries the token: `Authorization: Bearer ...`. Clients without it have a few connections, of
+which a new one closes the one that was idle longest (`kvkit.observe.connections`). Errors are reported in
 {"error": ...}. An open tier is skipped, not fatal: do not restart a process because /health answers 503.
 
 The endpoint speaks plain HTTP and belongs on loopback; beyond it, put TLS in front.
@@ -57,7 +57,7 @@ MAX_BODY_BYTES = 16 << 20
 """The longest body of a request, in bytes: enough for a prompt of over a million tokens."""
 BODY_S = 10.0
 """Time limit for sending a body, in seconds."""
-_WORSE: tuple[HealthState, ...] = ("ok", "slow", "half-open", "open")
+_STATES_BY_SEVERITY: tuple[HealthState, ...] = ("ok", "slow", "half-open", "open")
 _THREADS = 4
 _ENGINE = {"hit_tokens": None, "reason": "the cache does not see which blocks the engine itself keeps"}
 _CLOSE_S = 2
@@ -195,22 +195,22 @@ def _app(cache: Cache, workers: Workers, clearing: Workers, timeout_s: float) ->
 
     async def health(_: Request) -> Response:
         states = dict(cache.tier_states())
-        worst = max(states.values(), key=_WORSE.index, default="ok")
+        worst = max(states.values(), key=_STATES_BY_SEVERITY.index, default="ok")
         return JSONResponse({"status": worst, "tiers": states}, 503 if worst == "open" else 200)
 
     async def tiers(_: Request) -> Response:
         return JSONResponse(_tiers(cache))
 
-    def space(body: _TokensBody) -> Namespace:
+    def namespace(body: _TokensBody) -> Namespace:
         try:
             return cache.namespace_of(body.model, body.cache_salt)
         except UnknownModel as error:
             raise HTTPException(404, str(error)) from None
 
     def lookup(body: _LookupBody) -> dict[str, Any]:
-        hit = cache.query(body.tokens, space(body), body.wait_s)
-        found = {"tokens": len(body.tokens), "hit_tokens": hit.tokens, "by_tier": dict(hit.by_tier)}
-        return found | {"engine": _ENGINE}
+        hit = cache.query(body.tokens, namespace(body), body.wait_s)
+        counts = {"tokens": len(body.tokens), "hit_tokens": hit.tokens, "by_tier": dict(hit.by_tier)}
+        return counts | {"engine": _ENGINE}
 
     def clear(body: _ClearBody) -> dict[str, Any]:
         if body.tier not in cache.tiers:
@@ -222,7 +222,7 @@ def _app(cache: Cache, workers: Workers, clearing: Workers, timeout_s: float) ->
             raise HTTPException(504, str(error)) from None
 
     def pin(body: _PinBody) -> dict[str, Any]:
-        return {"pinned_tokens": cache.pin(body.tokens, body.seconds, space(body))}
+        return {"pinned_tokens": cache.pin(body.tokens, body.seconds, namespace(body))}
 
     routes = [
         Route("/metrics", show_metrics),
@@ -232,9 +232,9 @@ def _app(cache: Cache, workers: Workers, clearing: Workers, timeout_s: float) ->
         _post("/clear", _ClearBody, clear, clearing, timeout_s),
         _post("/pin", _PinBody, pin, workers, timeout_s),
     ]
-    # each kind by name: a handler of Exception itself would make the server log a second traceback
-    kinds: Sequence[type[Exception]] = (OSError, RuntimeError, ValueError, LookupError, TypeError)
-    handlers = {HTTPException: _refuse, ClientDisconnect: _drop} | dict.fromkeys(kinds, _fail)
+    # each type by name: a handler of Exception itself would make the server log a second traceback
+    errors: Sequence[type[Exception]] = (OSError, RuntimeError, ValueError, LookupError, TypeError)
+    handlers = {HTTPException: _refuse, ClientDisconnect: _drop} | dict.fromkeys(errors, _report_failure)
     return Starlette(routes=routes, exception_handlers=handlers)
 
 
@@ -256,9 +256,9 @@ def _tiers(cache: Cache) -> list[dict[str, Any]]:
 
 
 def _post(
-    path: str, model: type[_B], act: Callable[[_B], dict[str, Any]], threads: Workers, timeout_s: float
+    path: str, model: type[_B], operation: Callable[[_B], dict[str, Any]], threads: Workers, timeout_s: float
 ) -> Route:
-    """Build the route of the operation `act`; one of `threads` parses the body and runs it."""
+    """Build the route of an operation; one of `threads` parses the body and runs it."""
 
     def work(raw: bytes) -> dict[str, Any]:
         try:
@@ -268,10 +268,10 @@ def _post(
             location = ".".join(map(str, first["loc"])) or "body"
             fields = ", ".join(model.model_fields)
             raise HTTPException(422, f"{location}: {first['msg']}; the fields are {fields}") from None
-        return act(body)
+        return operation(body)
 
     async def endpoint(request: Request) -> Response:
-        raw = await _read(request)
+        raw = await _read_body(request)
         # shielded: a worker completes its future even if nobody waits for it any more
         future = asyncio.wrap_future(threads.submit(lambda: work(raw)))
         try:
@@ -289,7 +289,7 @@ async def _refuse(_: Request, error: Exception) -> Response:
     return JSONResponse({"error": error.detail}, error.status_code, error.headers)
 
 
-async def _fail(request: Request, error: Exception) -> Response:
+async def _report_failure(request: Request, error: Exception) -> Response:
     log.warning("%s failed", request.url.path, exc_info=error)
     kind = type(error).__name__  # the error's text may quote a store's address, so only the log has it
     return JSONResponse({"error": f"{request.url.path} failed: {kind}; see the log"}, 500)
@@ -299,7 +299,7 @@ async def _drop(_: Request, __: Exception) -> Response:
     return Response(status_code=400)
 
 
-async def _read(request: Request) -> bytes:
+async def _read_body(request: Request) -> bytes:
     """Read the body, up to MAX_BODY_BYTES and within BODY_S seconds."""
     close = {"Connection": "close"}
     too_long = HTTPException(413, f"the body is longer than {MAX_BODY_BYTES} bytes", close)
@@ -314,5 +314,5 @@ async def _read(request: Request) -> bytes:
                 if len(body) > MAX_BODY_BYTES:
                     raise too_long
     except TimeoutError:
-        raise HTTPException(408, f"the body did not come within {BODY_S} s", close) from None
+        raise HTTPException(408, f"the body did not arrive within {BODY_S} s", close) from None
     return bytes(body)

@@ -54,7 +54,7 @@ class ArrayListing:
         return (self.chunks - len({_chunk(name) for name, _ in self.damaged})) * self.chunk_tokens
 
 
-def described(listing: ArrayListing) -> dict[str, Any]:
+def listing_json(listing: ArrayListing) -> dict[str, Any]:
     """Describe a listing in plain numbers and texts, for JSON."""
     digest, _, group = listing.array.rpartition("/")
     return {
@@ -93,9 +93,9 @@ class _Stored:
     folder: str | None = None  # in which each object is a file of its name
 
 
-def list_store(url: str, say: Say = lambda text: None) -> Iterator[tuple[ArrayListing, bool]]:
+def list_store(url: str, report: Say = lambda text: None) -> Iterator[tuple[ArrayListing, bool]]:
     """List the store at `url`, which may be any `url` of a tier, as `list_tier` does."""
-    return list_tier(shown(url), tier_of(url), say)
+    return list_tier(shown(url), tier_of(url), report)
 
 
 def tier_of(url: str) -> TierConfig:
@@ -118,12 +118,12 @@ def list_records(name: str, config: TierConfig) -> Iterator[StoredRecord]:
 
 
 def list_tier(
-    name: str, config: TierConfig, say: Say = lambda text: None
+    name: str, config: TierConfig, report: Say = lambda text: None
 ) -> Iterator[tuple[ArrayListing, bool]]:
     """Read and verify every record of a tier, on all of its paths; change nothing.
 
     Args:
-        say: function that takes a line for every record found, before the first is read.
+        report: function that takes a line for every record found, before the first is read.
 
     Yields:
         The listing so far, and whether its array is done: after every record, to show progress.
@@ -134,17 +134,17 @@ def list_tier(
         ValueError: a setting is invalid, a package is missing, or the tier is in a process's memory.
     """
     with _opened(name, config) as stores:
-        found: dict[str, list[tuple[str, int, _Stored]]] = {}
+        arrays_found: dict[str, list[tuple[str, int, _Stored]]] = {}
         for store in stores:
             for object_name, size in store.scan():
-                found.setdefault(object_name.rpartition("/")[0], []).append((object_name, size, store))
-                say(f"listing {object_name}")
-        for array, records in sorted(found.items()):
+                arrays_found.setdefault(object_name.rpartition("/")[0], []).append((object_name, size, store))
+                report(f"listing {object_name}")
+        for array, records in sorted(arrays_found.items()):
             records.sort(key=lambda entry: entry[0])
-            listing = ArrayListing(array, _namespace(records[0][2], f"{array}/{METADATA}"))
+            listing = ArrayListing(array, _read_namespace(records[0][2], f"{array}/{METADATA}"))
             last = ""
             for object_name, size, store in records:
-                if _add(listing, object_name, size, store):
+                if _add_record(listing, object_name, size, store):
                     listing.chunks += last != _chunk(object_name)
                     last = _chunk(object_name)
                     yield listing, False
@@ -188,8 +188,8 @@ def _scan(url: str, store: ObjectStore) -> Iterator[tuple[str, int]]:
         raise TierError(f"{url} cannot be listed: {error}") from error
 
 
-class _Pieces:
-    """The pieces of one record, for `record.examine`. Keeps the last piece that was read."""
+class _RecordReader:
+    """A reader of one record in pieces, for `record.examine`. Keeps the last piece."""
 
     def __init__(self, store: _Stored, name: str, size: int) -> None:
         self._store, self._name, self._size = store, name, size
@@ -204,28 +204,28 @@ class _Pieces:
         return self._piece[offset - self._start :][:size]
 
 
-def _add(listing: ArrayListing, name: str, size: int, store: _Stored) -> bool:
+def _add_record(listing: ArrayListing, name: str, size: int, store: _Stored) -> bool:
     """Count and verify a record; return False if it was removed meanwhile, as the store is in use."""
-    wrong: object = ""
+    reason: object = ""
     try:
-        header, _, damage = record.examine(_Pieces(store, name, size).read, size)
+        header, _, damage = record.examine(_RecordReader(store, name, size).read, size)
     except FileNotFoundError:
         return False
     except DamagedObject as error:
-        wrong = error.damage
+        reason = error.damage
     except RecordError as error:
-        wrong = error
+        reason = error
     else:
         listing.chunk_tokens = header.chunk_tokens
         if damage is not None:
-            wrong = damage
+            reason = damage
         elif name != record_name(listing.array, header.key, header.head_shard, header.layer_shard):
-            wrong = Damage.KEY
+            reason = Damage.KEY
         elif exact_name(listing.array, header.precision) != array_name(header.namespace, header.group):
-            wrong = Damage.NAMESPACE
+            reason = Damage.NAMESPACE
     listing.bytes += size
-    if wrong:
-        listing.damaged.append((name, str(wrong)))
+    if reason:
+        listing.damaged.append((name, str(reason)))
     return True
 
 
@@ -234,14 +234,14 @@ def _chunk(name: str) -> str:
     return name.rsplit(".", 4)[0]
 
 
-def _namespace(store: _Stored, name: str) -> dict[str, Any]:
+def _read_namespace(store: _Stored, name: str) -> dict[str, Any]:
     try:
         size = store.size(name)
         if size is None or not 0 < size <= MAX_METADATA_BYTES:
             return {}
         raw = bytearray(size)
         store.read(name, [(0, size)], [memoryview(raw)])
-        found = arrays.read(bytes(raw))["attributes"]["kvkit"]["namespace"]
+        namespace = arrays.read(bytes(raw))["attributes"]["kvkit"]["namespace"]
     except (OSError, MetadataError, KeyError, TypeError):
         return {}
-    return found if isinstance(found, dict) else {}
+    return namespace if isinstance(namespace, dict) else {}

@@ -66,16 +66,8 @@ _TOTALS = (
     *("blend_reused_tokens", "blend_selected_tokens", "blend_computed_tokens"),
 )
 _BY_TIER = (
-    *(
-        "hit_tokens",
-        "approximate_tokens",
-        "declined_tokens",
-        "loaded_tokens",
-        "loaded_bytes",
-        "stored_records",
-        "stored_bytes",
-    ),
-    *("written_back_records", "evicted_records", "timeouts"),
+    *("hit_tokens", "approximate_tokens", "declined_tokens", "loaded_tokens", "loaded_bytes"),
+    *("stored_records", "stored_bytes", "written_back_records", "evicted_records", "timeouts"),
 )
 _Samples = dict[tuple[str, ...], Any]
 """The values of a metric by the values of its labels: numbers or histograms."""
@@ -89,23 +81,23 @@ class CacheCollector(Collector):
 
     def collect(self) -> Iterator[Metric]:
         """Yield every metric with its current values."""
-        found = _counted(self._cache.counts(), self._cache.tiers) | self._gauges()
+        samples = _counters(self._cache.counts(), self._cache.tiers) | self._gauges()
         for tier in self._cache.tiers.values():
             if isinstance(tier, HandoffTier):
-                found |= _handoff(tier)
+                samples |= _handoff_metrics(tier)
         for row in METRICS.splitlines()[2:]:
             name, labels, meaning = (cell.strip() for cell in row.strip("|").split("|"))
-            if name in found:
-                yield _family(name, labels.split(", ") if labels else [], meaning, found[name])
+            if name in samples:
+                yield _family(name, labels.split(", ") if labels else [], meaning, samples[name])
 
     def describe(self) -> Iterable[Metric]:
         """Return a placeholder: registering must not call the cache, as its tiers may still be opening."""
         return [Metric("kvkit_cache", "A registry takes one cache", "unknown")]
 
     def _gauges(self) -> dict[str, _Samples]:
-        staging, space = self._cache.staging, self._cache.namespace
+        staging, namespace = self._cache.staging, self._cache.namespace
         return {
-            "kvkit_cache_info": {(space.model, str(space.rank), str(space.world)): 1},
+            "kvkit_cache_info": {(namespace.model, str(namespace.rank), str(namespace.world)): 1},
             "kvkit_puts_under_way": {(): self._cache.pending_writes()},
             "kvkit_slots": {(): staging.slots},
             "kvkit_slots_in_use": {(): staging.slots - staging.free},
@@ -120,10 +112,7 @@ class CacheCollector(Collector):
 
 def register(cache: Cache, registry: CollectorRegistry | None = None) -> CollectorRegistry:
     """Make `registry` (None: a new one) export `cache`, and return it. A registry takes one cache.
-
-    Raises:
-        ValueError: the registry exports a cache already.
-    """
+    Raises ValueError if the registry exports a cache already."""
     registry = registry or CollectorRegistry()
     registry.register(CacheCollector(cache))
     return registry
@@ -145,7 +134,7 @@ def _family(name: str, labels: list[str], meaning: str, samples: _Samples) -> Me
     return numbers
 
 
-def _counted(counts: Counts, tiers: Iterable[str]) -> dict[str, _Samples]:
+def _counters(counts: Counts, tiers: Iterable[str]) -> dict[str, _Samples]:
     """Return the counters. Sources that are not tiers are included once they have counts."""
 
     def by_tier(counter: Mapping[str, int], *labels: str) -> _Samples:
@@ -162,9 +151,9 @@ def _counted(counts: Counts, tiers: Iterable[str]) -> dict[str, _Samples]:
     }
 
 
-def _handoff(tier: HandoffTier) -> dict[str, _Samples]:
+def _handoff_metrics(tier: HandoffTier) -> dict[str, _Samples]:
     """Return the metrics of transfers to peers (sender) and from peers (receiver)."""
-    found: dict[str, _Samples] = {}
+    slots: dict[str, _Samples] = {}
     transfers: _Samples = {}
     ended: _Samples = {}
     for side, engine, phases in (("sender", tier.sender, Stage), ("receiver", tier.receiver, Phase)):
@@ -174,6 +163,6 @@ def _handoff(tier: HandoffTier) -> dict[str, _Samples]:
             ended |= {(side, outcome): engine.outcomes[outcome] for outcome in get_args(Outcome)}
     if tier.receiver is not None:
         arena = tier.receiver.arena
-        found["kvkit_handoff_slots"] = {(): arena.slots}
-        found["kvkit_handoff_slots_in_use"] = {(): arena.slots - arena.free}
-    return found | {"kvkit_handoff_transfers": transfers, "kvkit_handoff_ended_total": ended}
+        slots["kvkit_handoff_slots"] = {(): arena.slots}
+        slots["kvkit_handoff_slots_in_use"] = {(): arena.slots - arena.free}
+    return slots | {"kvkit_handoff_transfers": transfers, "kvkit_handoff_ended_total": ended}

@@ -21,29 +21,29 @@ def timed(console: Console) -> Say:
     """Make a function that prints a line, preceded by the seconds since this call."""
     began = time.monotonic()
 
-    def say(text: str) -> None:
+    def report(text: str) -> None:
         line = f"{time.monotonic() - began:4.0f} s  {printable(text)}"
         console.print(line, markup=False, highlight=False, soft_wrap=True)
 
-    return say
+    return report
 
 
-def spaced(say: Say, every_s: float = EVERY_S) -> Say:
-    """Make a function that passes at most one line per `every_s` seconds to `say`, none at the start."""
+def spaced(report: Say, every_s: float = EVERY_S) -> Say:
+    """Make a function that passes at most one line per `every_s` seconds to `report`, none at the start."""
     last_s = time.monotonic()
 
-    def say_seldom(text: str) -> None:
+    def report_seldom(text: str) -> None:
         nonlocal last_s
         if time.monotonic() - last_s >= every_s:
             last_s = time.monotonic()
-            say(text)
+            report(text)
 
-    return say_seldom
+    return report_seldom
 
 
-def counted(work: Iterable[T], what: str, total: int, say: Say, every_s: float = EVERY_S) -> Iterator[T]:
+def counted(work: Iterable[T], label: str, total: int, report: Say, every_s: float = EVERY_S) -> Iterator[T]:
     """Yield the results of `work`, and report every `every_s` seconds how many of `total` are done."""
-    seldom = spaced(say, every_s)
+    report_seldom = spaced(report, every_s)
     for number, result in enumerate(work, 1):
-        (say if number == total else seldom)(f"{what}: {number} of {total}")
+        (report if number == total else report_seldom)(f"{label}: {number} of {total}")
         yield result

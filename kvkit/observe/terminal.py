@@ -18,9 +18,9 @@ _ENDLESS = 100_000
 
 
 class FittedTable:
-    """A table that is rendered whole, in the first form that fits the width.
+    """A table that is rendered whole, in the first shape that fits the width.
 
-    The forms are: unchanged, without lines, with rows and columns swapped, and row by row. Right-justified
+    The shapes are: unchanged, without lines, with rows and columns swapped, and row by row. Right-justified
     columns hold numbers, which never wrap; headings and other cells wrap between words. With `endless`, lines
     are as wide as the table, whatever the console's width.
     """
@@ -30,19 +30,19 @@ class FittedTable:
         self.endless = endless
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
-        """Yield the first form that fits."""
-        columns = [_texts(column, console) for column in self.table.columns]
-        heads, *rows = map(list, zip(*columns, strict=True))
+        """Yield the first shape that fits."""
+        texts = [_texts(column, console) for column in self.table.columns]
+        heads, *rows = map(list, zip(*texts, strict=True))
         width = _ENDLESS if self.endless else options.max_width
         swapped = [Column(), *(Column(justify="right") for _ in rows)]
         bare = copy.copy(self.table)
         bare.box, bare.padding = None, (0, 2, 0, 0)
-        for style, shape, lines in (
+        for style, columns, lines in (
             (self.table, self.table.columns, [heads, *rows]),
             (bare, self.table.columns, [heads, *rows]),
             (self.table, swapped, [list(line) for line in zip(heads, *rows, strict=True)]),
         ):
-            fitted = _fitted(style, shape, lines, width, console)
+            fitted = _fitted(style, columns, lines, width, console)
             if fitted is not None:
                 yield fitted
                 return
@@ -74,7 +74,7 @@ def tell(text: str, console: Console | None = None) -> None:
     (console or Console()).print(text, markup=False, highlight=False, soft_wrap=True)
 
 
-def tell_json(document: Any, indent: int | None = None) -> None:
+def print_json(document: Any, indent: int | None = None) -> None:
     """Print a document as ASCII JSON; NaN and infinities, which JSON lacks, become null."""
     plain = json.loads(json.dumps(document), parse_constant=lambda name: None)
     print(json.dumps(plain, indent=indent))
@@ -89,11 +89,7 @@ def _texts(column: Column, console: Console) -> list[Text]:
 
 
 def _fitted(
-    table: Table,
-    columns: Sequence[Column],
-    lines: Sequence[Sequence[Text]],
-    width: int,
-    console: Console,
+    table: Table, columns: Sequence[Column], lines: Sequence[Sequence[Text]], width: int, console: Console
 ) -> Table | None:
     """Build a table of `lines`, headings first, in the style of `table`; None if `width` is too small."""
     ample = console.options.update(width=_ENDLESS)
@@ -111,15 +107,11 @@ def _fitted(
     if spare < 0:
         return None
     order = sorted(range(len(slack)), key=lambda index: slack[index])
-    for position, index in enumerate(
-        order
-    ):  # columns that need less than an equal share leave the rest to others
+    for position, index in enumerate(order):  # narrow columns leave some of their equal share to wide ones
         share = min(slack[index], spare // (len(order) - position))
         result.columns[index].width = (result.columns[index].width or 0) + share
         spare -= share
     for line in lines[1:]:
         result.add_row(*line)
-    result.width = Measurement.get(
-        console, ample, result
-    ).maximum  # else rich squeezes it into the console's width
+    result.width = Measurement.get(console, ample, result).maximum  # else rich narrows it to the console
     return result

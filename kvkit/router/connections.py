@@ -100,9 +100,7 @@ class BoundedSite(web.BaseSite):
                 accepted, _ = await loop.sock_accept(self._listening)
                 while not self._make_room(server):
                     if not failing:
-                        log.warning(
-                            "all %d connections have requests: none are accepted for now", self._limit
-                        )
+                        log.warning("all %d connections have requests: none is accepted for now", self._limit)
                     failing = True
                     await asyncio.sleep(_PAUSE_S)
                 await loop.connect_accepted_socket(server, accepted)

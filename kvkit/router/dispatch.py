@@ -361,8 +361,8 @@ async def _forward_event(routed: RoutedRequest, decode: Engine, event: Body) -> 
         raise EngineFailed(decode, "aborted", "it aborted the request")
     try:
         client_event = routed.answer.advance(event)
-    except CannotContinue as error:
-        raise RequestFailed(502, f"decode engine {decode.name}: {error}") from error
+    except CannotContinue as divergence:
+        raise RequestFailed(502, f"decode engine {decode.name}: {divergence}") from divergence
     if client_event is not None:
         await routed.client.send(openai.event_bytes(client_event))
 

@@ -135,10 +135,7 @@ class BlockIndex:
 
     def steps(self, event: KVEvent) -> Iterator[int]:
         """Apply an event in steps; yield the work of each step, in blocks. Mutates.
-
-        Raises:
-            ValueError: the event has an invalid token id.
-        """
+        Raises ValueError if the event has an invalid token id."""
         if isinstance(event, ClearedBlocks):
             self._apply_clear(event.complete)
         elif event.group_idx:

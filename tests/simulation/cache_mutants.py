@@ -19,11 +19,11 @@ CACHE_MUTANTS = (
         STAGING,
         """\
         with self._changed:
-            if not self._drop(lease):
+            if not self._drop_reference(lease):
                 return
 """,
         """\
-        if not self._drop(lease):
+        if not self._drop_reference(lease):
             return
         with self._changed:
 """,

@@ -78,11 +78,11 @@ class PeerArena(Arena):
     def _release(self, lease: Lease) -> None:
         self._fork_guard.check()
         with self._changed:
-            on_return = self._on_return.pop(lease.slot) if self._drop(lease) else None
+            on_return = self._on_return.pop(lease.slot) if self._drop_reference(lease) else None
         if on_return is not None:
             on_return()
 
-    def _touch(self) -> None:
+    def _prefault_and_pin(self) -> None:
         stop, descriptor = 0, self._descriptor
         try:
             with suppress(OSError):  # ENXIO: the rest is one hole

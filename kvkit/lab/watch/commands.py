@@ -86,12 +86,12 @@ def top(
     from rich.console import Console
 
     from kvkit.lab.watch import top as view
-    from kvkit.observe.terminal import is_endless, tell_json
+    from kvkit.observe.terminal import is_endless, print_json
 
     console, ask = Console(), partial(view.visit, url, token_file, max(5.0, interval))
     try:
         if as_json:
-            tell_json(view.as_json(ask()))
+            print_json(view.as_json(ask()))
         elif once:
             console.print(view.frame(ask(), wide=wide, endless=is_endless(console)), crop=False)
         else:

@@ -197,7 +197,7 @@ class Pool(Arena):
     def _release(self, lease: Lease) -> None:
         self._fork_guard.check()
         with self._changed:
-            if self._drop(lease):
+            if self._drop_reference(lease):
                 if not self._file.held[lease.slot]:  # nobody published it
                     self._unpublished.pop(decoded(self._file.names[lease.slot]), None)
                 self._file.unlock(lease.slot)
