@@ -83,7 +83,7 @@ class ServerConfig(BaseModel):
         return self
 
     @property
-    def idle(self) -> list[str]:
+    def unused_settings(self) -> list[str]:
         """The settings that have no effect because `enabled` is not set at all."""
         return [] if "enabled" in self.model_fields_set else sorted(self.model_fields_set)
 
@@ -267,10 +267,10 @@ def open_cache(
         opened.callback(cache.close)
         if config.server.enabled:
             cache.server = _open_server(config, cache)
-        elif config.server.idle:
+        elif config.server.unused_settings:
             log.warning(
                 "server: %s given, but not enabled, so there is no endpoint; want enabled = true or false",
-                ", ".join(config.server.idle),
+                ", ".join(config.server.unused_settings),
             )
         opened.pop_all()
     return cache

@@ -57,7 +57,7 @@ def explain(
     lines = []
     for entry in error.errors():
         from_source = values is None or _has(values, entry["loc"])
-        lines.append((source if from_source else f"{ENVIRONMENT}: ") + _explained(entry, model))
+        lines.append((source if from_source else f"{ENVIRONMENT}: ") + _explain_entry(entry, model))
     return "\n".join(lines)
 
 
@@ -71,7 +71,7 @@ def _has(values: Any, path: tuple[str | int, ...]) -> bool:
     return True
 
 
-def _explained(entry: Any, model: type[BaseModel]) -> str:
+def _explain_entry(entry: Any, model: type[BaseModel]) -> str:
     path = entry["loc"]
     setting = ".".join(map(str, path))
     if entry["type"] == "extra_forbidden":

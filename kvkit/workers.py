@@ -19,7 +19,7 @@ class Closed(RuntimeError):
 
 
 class Stopped(RuntimeError):
-    """The result is no longer needed."""
+    """A wait or job was stopped, because its result is no longer needed."""
 
 
 class Forked(RuntimeError):

@@ -62,7 +62,7 @@ def test_a_long_request_is_not_cut_off(
 def test_the_idle_client_gives_way_and_the_busy_one_does_not(
     server: Server, cache: ManagedCache, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(connections, "MAX_CLIENTS", 2)
+    monkeypatch.setattr(connections, "MAX_AUTHENTICATED", 2)
     parsed = urlsplit(server.url)
     whole = f"GET /tiers HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer {TOKEN}\r\n\r\n".encode()
     with contextlib.ExitStack() as open_ones:
@@ -192,5 +192,5 @@ def test_strangers_cost_a_bounded_share_of_the_process(tmp_path: Path) -> None:
         tell("store")
         assert ask_as_client(kept) == 200, "a client keeps its connection"
         assert after["Threads"] == before["Threads"]
-        assert after["descriptors"] - before["descriptors"] <= connections.MAX_STRANGERS + 8
+        assert after["descriptors"] - before["descriptors"] <= connections.MAX_UNAUTHENTICATED + 8
         assert after["VmHWM"] - before["VmRSS"] <= 32 << 10, "KiB"

@@ -150,7 +150,7 @@ def _guarded(app: ASGIApp, token: str) -> ASGIApp:
         if scheme.lower() != b"bearer" or not secrets.compare_digest(presented.strip(), expected):
             headers["WWW-Authenticate"] = "Bearer"
             respond = JSONResponse({"error": "want Authorization: Bearer and the token"}, 401, headers)
-        elif not scope["state"]["connection"].show_token():
+        elif not scope["state"]["connection"].authenticate():
             respond = JSONResponse({"error": "too many requests are in flight"}, 503, headers)
         await respond(scope, receive, send)
 

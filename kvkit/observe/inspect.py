@@ -1,7 +1,7 @@
 """The contents of a store: its namespaces, chunks, tokens, bytes and damaged records.
 
-Stores are read as tiers read them, so every store that a cache can use can be listed. They are read in
-pieces, so memory stays bounded whatever a store contains.
+Stores are read as tiers read them, so every store that a cache can use can be listed. Records are read
+in pieces, so memory stays bounded.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """A cache's counts, queues and tier states for Prometheus, read from the cache at every scrape.
 
-Every tier's counters exist from the start, at 0, so that rates are complete. A histogram appears with its
-first transfer.
+Every tier's counters start at 0, so that Prometheus has complete rates. A histogram appears with its first
+transfer.
 """
 
 from __future__ import annotations

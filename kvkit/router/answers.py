@@ -1,4 +1,4 @@
-"""State of a streamed answer: what the client has of it, and how another engine continues it."""
+"""State of a streamed answer: the tokens and text that the client has, and a request for the missing part."""
 
 from __future__ import annotations
 
@@ -146,7 +146,7 @@ class Answer:
 
     @property
     def _can_continue(self) -> bool:
-        """True if an engine that gets the tokens so far continues as their engine would have."""
+        """True if another engine, given the tokens so far, continues as the first engine would have."""
         return self._has_tokens and not any(self._request.body.get(name) for name in _RESTARTED_FIELDS)
 
     def _count_choices(self, choices: Sequence[Mapping[str, Any]]) -> None:

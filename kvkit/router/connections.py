@@ -1,8 +1,8 @@
 """The router's connections: their limit, and the idle ones that are closed for new ones.
 
-At the limit the oldest idle connections are closed: sockets that clients hold open without a request keep
-nobody out. asyncio itself would accept the whole backlog at once, whatever its size, and write a traceback
-for each connection without a file descriptor.
+At the limit, the oldest idle connections are closed, so sockets that clients hold open without a request do
+not keep other clients out. asyncio itself would accept the whole backlog at once, and write a traceback for
+each connection without a file descriptor.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ MAX_CONNECTIONS = 16_384
 IDLE_S = 75.0
 """Time that a connection may be idle, or take to send the head of a request, in seconds."""
 _RESERVED = 64
-"""File descriptors for things other than requests."""
+"""File descriptors that are not for requests."""
 _PER_REQUEST = 3
 """File descriptors per request: for its client, for its engine, and for a lookup in another engine."""
 _CLOSED_FRACTION = 16

@@ -93,7 +93,7 @@ class PostedDocument:
 
 
 class Documents:
-    """The documents posted last, as many as fit in memory. Lives in one event loop.
+    """Posted documents, bounded in memory; the least recently used are forgotten. Lives in one event loop.
 
     Args:
         lookup: lookup in an engine; None: there are no lookups.

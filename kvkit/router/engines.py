@@ -57,7 +57,7 @@ class EngineFailed(RuntimeError):
 
 
 class RequestRefused(RuntimeError):
-    """An engine rejected a request as wrong; so would every other."""
+    """An engine rejected a request as wrong; every other engine would, too."""
 
     def __init__(self, status: int, body: bytes) -> None:
         super().__init__(f"HTTP {status}: {_excerpt(body)}")
@@ -216,7 +216,7 @@ class Engine:
         return RequestRefused(*answer)
 
     async def monitor(self) -> None:
-        """Check the engine's health forever, and at once after a request could not get through. Mutates."""
+        """Check the engine's health forever, and at once after a request could not reach it. Mutates."""
         while True:
             self._suspected.clear()
             await self.probe()

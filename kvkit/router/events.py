@@ -6,7 +6,7 @@ now belongs to another batch (the engine was restarted), the engine's index is c
 contents again in time. A broken connection needs the same check, because the numbers of a restarted engine
 may continue those from before; without `replay`, the index is cleared.
 
-Memory is bounded whatever an engine sends, and requests do not wait while it is read.
+Memory stays bounded whatever an engine sends, and requests are served while events are read.
 """
 
 from __future__ import annotations
@@ -79,7 +79,7 @@ class EventSubscriber:
         self._applied: OrderedDict[int, int] = OrderedDict()  # digests of the last batches, by number
 
     async def run(self) -> None:
-        """Follow the engine's events forever."""
+        """Receive and apply the engine's events forever."""
         try:
             with closing(_socket(zmq.SUB)) as socket, _monitored(socket) as breaks:
                 socket.subscribe(b"")
@@ -220,7 +220,7 @@ def _monitored(socket: zmq.asyncio.Socket) -> Iterator[zmq.asyncio.Socket]:
 
 
 class EventLookup:
-    """A `Lookup` in the engines' KV events; if these are incomplete, it asks the engine.
+    """A `Lookup` in the engines' KV events; if these are incomplete, the engine is asked.
 
     Args:
         subscribers: subscribers by engine name.

@@ -1,4 +1,4 @@
-"""Index of what one engine holds, from its KV events: the blocks, their predecessors and their locations."""
+"""Index of the blocks that one engine holds, from its KV events: their predecessors and locations."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""OpenAI's wire format as vLLM uses it: client requests, requests to P and D, and their answers."""
+"""OpenAI's API as vLLM implements it: client requests, requests to P and D, and their responses."""
 
 from __future__ import annotations
 
@@ -253,7 +253,7 @@ def estimated_tokens(request: ParsedRequest) -> int:
 
 
 def tokenize_body(request: ParsedRequest) -> Body:
-    """Return the body that asks `/tokenize` for the prompt's tokens."""
+    """Return the body of a `/tokenize` request for the prompt."""
     return {name: request.body[name] for name in _RENDERING[request.kind] if name in request.body}
 
 
@@ -492,7 +492,7 @@ def _are_token_ids(prompt: list[Any]) -> bool:
 
 
 def _opening(request: ParsedRequest) -> str:
-    """Return what requests of one conversation share: the first messages, or the prompt's beginning."""
+    """Return the beginning that a conversation's requests share: first messages, or start of the prompt."""
     model = request.body.get("model")
     if request.kind == "chat":
         messages = request.body["messages"]

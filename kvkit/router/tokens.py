@@ -35,7 +35,7 @@ Headers = Mapping[str, str]
 
 
 class LRUCache(Generic[V]):
-    """The values used last, by name, as many as fit in memory.
+    """A cache of values by name, bounded in memory, that evicts the least recently used.
 
     Args:
         max_bytes: maximum memory, names and table included.
