@@ -172,10 +172,10 @@ CACHE_MUTANTS = (
         "who waits for slots has no deadline",
         STAGING,
         """\
-                    if left <= RECLAIM_S:
+                    if remaining_s <= RECLAIM_S:
 """,
         """\
-                    if left <= -1e9:
+                    if remaining_s <= -1e9:
 """,
     ),
     # slots
