@@ -23,7 +23,7 @@ def doctor(
     precision: Annotated[
         tuple[str, str] | None,
         typer.Option(
-            metavar="FORM MODEL",
+            metavar="PRECISION MODEL",
             help="fp8 or int8, and hub id, folder or gemma: measure whether this model's KV may be quantised",
         ),
     ] = None,
