@@ -185,7 +185,7 @@ def _chosen(user: str) -> str:
     body = json.dumps(completion(user=user)).encode()
     session = openai.session_of(openai.parse("completions", body), None)
     return choose_decode(
-        [Candidate("g"), Candidate("d0")], session=session, last=None, limits=RoutingLimits()
+        [Candidate("g"), Candidate("d0")], session=session, last_decode=None, limits=RoutingLimits()
     ).name
 
 
