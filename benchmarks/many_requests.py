@@ -28,8 +28,8 @@ from vllm.v1.request import Request
 from kvkit.adapters.engine.lookup_request import LookupAnswer, LookupRequest, Sequence
 from kvkit.adapters.vllm.events import Events
 from kvkit.adapters.vllm.media import Media, identity
+from kvkit.adapters.vllm.planner import SchedulerConfig
 from kvkit.adapters.vllm.scheduler import Scheduler
-from kvkit.adapters.vllm.scheduler_config import SchedulerConfig
 from kvkit.adapters.vllm.step import NamedChunks, StepMetadata, WorkerReport
 from kvkit.environment import describe
 from kvkit.tiers.settings import TierConfig

@@ -11,8 +11,8 @@ import numpy as np
 
 from kvkit.adapters.engine.lookup_request import LookupAnswer, LookupRequest, Sequence
 from kvkit.adapters.vllm.params import RemoteDecode, RemotePrefill
+from kvkit.adapters.vllm.planner import SchedulerConfig
 from kvkit.adapters.vllm.scheduler import Scheduler
-from kvkit.adapters.vllm.scheduler_config import SchedulerConfig
 from kvkit.transfer.policy import DEFAULT_REQUEST_POLICY, RequestPolicy
 
 

@@ -15,10 +15,10 @@ from test_vllm_scheduler import BLOCK, CHUNK, Clock, Request, answer, new_schedu
 from kvkit.adapters.engine.lookup_request import LookupAnswer, LookupRequest, Sequence
 from kvkit.adapters.vllm.blending.blend_planner import BLEND_WAIT_S, BlendPlanner
 from kvkit.adapters.vllm.params import RemoteDecode, RemotePrefill
-from kvkit.adapters.vllm.request_state import RequestState
+from kvkit.adapters.vllm.planner import RequestState
 from kvkit.adapters.vllm.scheduler import Scheduler
 from kvkit.adapters.vllm.step import WorkerReport
-from kvkit.adapters.vllm.tiers.lookup_planner import FRESH_S
+from kvkit.adapters.vllm.tiers.load_planner import FRESH_S
 from kvkit.transfer.policy import RequestPolicy
 
 TABLE = list(range(1, 13))

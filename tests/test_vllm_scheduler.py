@@ -18,7 +18,7 @@ from kvkit.adapters.engine.lookup_request import LookupAnswer
 from kvkit.adapters.vllm.params import RemoteDecode, RemotePrefill
 from kvkit.adapters.vllm.scheduler import Scheduler
 from kvkit.adapters.vllm.step import StepMetadata, Tables, WorkerReport
-from kvkit.adapters.vllm.tiers.lookup_planner import FRESH_S
+from kvkit.adapters.vllm.tiers.load_planner import FRESH_S
 from kvkit.adapters.vllm.tiers.prefetch_planner import AHEAD
 
 CHUNK, BLOCK = 8, 4

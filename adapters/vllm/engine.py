@@ -22,7 +22,7 @@ log = logging.getLogger(__name__)
 
 
 class VllmEngine:
-    """One engine's requests and blocks: a `kvkit.adapters.vllm.scheduler_config.EngineView`.
+    """One engine's requests and blocks: a `kvkit.adapters.vllm.planner.EngineView`.
 
     Args:
         caches: whether any KV of this engine can be cached.

@@ -18,12 +18,16 @@ from kvkit.adapters.vllm.blending.blend import Blend
 from kvkit.adapters.vllm.blending.blend_planner import BlendPlanner
 from kvkit.adapters.vllm.blending.private import PrivateBlocks
 from kvkit.adapters.vllm.handoff.handoff_planner import HandoffPlanner
-from kvkit.adapters.vllm.planner import BlocksOf, Planner
-from kvkit.adapters.vllm.request_state import PendingLookup, RequestState
-from kvkit.adapters.vllm.scheduler_config import EngineView, SchedulerConfig
+from kvkit.adapters.vllm.planner import (
+    BlocksOf,
+    EngineView,
+    PendingLookup,
+    Planner,
+    RequestState,
+    SchedulerConfig,
+)
 from kvkit.adapters.vllm.step import StepMetadata, Tables, WorkerReport
-from kvkit.adapters.vllm.tiers.load_planner import LoadPlanner, tier_tokens
-from kvkit.adapters.vllm.tiers.lookup_planner import LookupPlanner, lookup_limits
+from kvkit.adapters.vllm.tiers.load_planner import LoadPlanner, lookup_limits
 from kvkit.adapters.vllm.tiers.prefetch_planner import PrefetchPlanner
 from kvkit.adapters.vllm.tiers.save_planner import SavePlanner
 
@@ -51,17 +55,11 @@ class Scheduler:
         self._requests: dict[str, RequestState] = {}
         self._ended: dict[str, int] = {}
         self._allocations = PendingAllocations(config.block_tokens, config.states, engine.free_blocks)
-        self._lookups = LookupPlanner(config, engine)
+        self._loads = LoadPlanner(config, engine)
         self._prefetches = PrefetchPlanner(config, engine)
         self._saves = SavePlanner(config, engine)
         self._handoffs = HandoffPlanner(config, engine)
-        self._planners: list[Planner] = [
-            self._lookups,
-            self._prefetches,
-            LoadPlanner(config),
-            self._saves,
-            self._handoffs,
-        ]
+        self._planners: list[Planner] = [self._loads, self._prefetches, self._saves, self._handoffs]
         self._step_numbers = count(1)
         self._acked_failure_step = 0
 
@@ -95,7 +93,7 @@ class Scheduler:
         if not self._may_load(state, blend, limits.load):
             return 0, False
         inline = blend is None and state.remote_prefill is not None and not self.has_pending_reset
-        lookup = self._lookups.find(state, limits.lookup, blend, inline)
+        lookup = self._loads.find(state, limits.lookup, blend, inline)
         if lookup is None:
             return 0 if state.no_external_kv else None, False
         answer = lookup.common_answer(bool(self.config.states))
@@ -121,9 +119,9 @@ class Scheduler:
     def tier_tokens(self, request_id: str, tokens: int) -> dict[str, int]:
         """Return how many of the `tokens` tokens that a request loaded last came from each tier."""
         state = self._requests.get(request_id)
-        return {} if state is None else tier_tokens(state, tokens)
+        return {} if state is None else state.tier_tokens(tokens)
 
-    def plan(self, scheduled: Mapping[str, int], blocks: BlocksOf) -> StepMetadata:
+    def plan(self, scheduled: Mapping[str, int], blocks_of: BlocksOf) -> StepMetadata:
         """Return the message of a step that computes `scheduled` tokens by request id; begin the next one."""
         self._allocations.remove_scheduled(scheduled)
         step = StepMetadata(
@@ -138,7 +136,7 @@ class Scheduler:
         known = ((self._requests.get(request_id), tokens) for request_id, tokens in scheduled.items())
         current = [(state, n) for state, n in known if state is not None and not self._is_void(state)]
         for planner in self._planners:
-            planner.plan(step, current, blocks)
+            planner.plan(step, current, blocks_of)
         return step
 
     def update_from_workers(self, report: WorkerReport) -> None:
@@ -173,11 +171,6 @@ class Scheduler:
         if state is not None and state.blend is not None:
             return state.blend.answer()
         return None if state is None or self._is_void(state) else self._handoffs.answer(state)
-
-    def finished_receiving(self, request_id: str) -> None:
-        """Note that every rank has finished loading a request."""
-        if self.blends is not None:
-            self.blends.finished_receiving(request_id)
 
     def begin_epoch(self, epoch: str, keeps_old: bool = False) -> None:
         """Begin an epoch: lookups no longer find what was saved before.

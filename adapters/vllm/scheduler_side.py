@@ -20,8 +20,8 @@ from kvkit.adapters.vllm.engine import VllmEngine
 from kvkit.adapters.vllm.epochs import Epochs
 from kvkit.adapters.vllm.events import Events
 from kvkit.adapters.vllm.gate import check_model, check_precision
+from kvkit.adapters.vllm.planner import SchedulerConfig
 from kvkit.adapters.vllm.scheduler import Scheduler
-from kvkit.adapters.vllm.scheduler_config import SchedulerConfig
 from kvkit.adapters.vllm.settings import Settings
 from kvkit.adapters.vllm.step import WorkerReport
 from kvkit.blend.plan import Selection
@@ -108,8 +108,9 @@ class SchedulerSide:
     def update_from_output(self, output: KVConnectorOutput) -> None:
         """Apply what the workers report with a step's output."""
         report: WorkerReport | None = output.kv_connector_worker_meta
-        for request_id in output.finished_recving or ():
-            self.scheduler.finished_receiving(request_id)
+        if self.scheduler.blends is not None:
+            for request_id in output.finished_recving or ():
+                self.scheduler.blends.finished_receiving(request_id)
         if report is not None:
             self.scheduler.update_from_workers(report)
             if self.events is not None:

@@ -16,9 +16,16 @@ from kvkit.adapters.vllm.blending.blend import Blend
 from kvkit.adapters.vllm.blending.private import PrivateBlocks
 from kvkit.adapters.vllm.blending.requests import BlendRequest
 from kvkit.adapters.vllm.blending.scratch import Scratch
-from kvkit.adapters.vllm.planner import BlocksOf, Planner, Scheduled
-from kvkit.adapters.vllm.request_state import PendingLookup, RequestState
-from kvkit.adapters.vllm.scheduler_config import EngineView, SchedulerConfig, whole_sequence
+from kvkit.adapters.vllm.planner import (
+    BlocksOf,
+    EngineView,
+    PendingLookup,
+    Planner,
+    RequestState,
+    Scheduled,
+    SchedulerConfig,
+    whole_sequence,
+)
 from kvkit.adapters.vllm.step import Arrival, BlendTask, StepMetadata, Tables, WorkerReport
 from kvkit.adapters.vllm.tiers.load_planner import begin_load
 from kvkit.settings import ConfigError
@@ -80,7 +87,7 @@ class BlendPlanner(Planner):
         elif state.blended_from is None:
             state.blend = None  # its KV is exact from now on, and stays exact
 
-    def plan(self, step: StepMetadata, scheduled: Scheduled, blocks: BlocksOf) -> None:
+    def plan(self, step: StepMetadata, scheduled: Scheduled, blocks_of: BlocksOf) -> None:
         self.scratch.unpin()
         step.blends, self._tasks = self._tasks, []
         step.arrivals, self._arrivals = self._arrivals, []

@@ -6,9 +6,14 @@ from collections.abc import Iterator
 from typing import Any
 
 from kvkit.adapters.vllm import params
-from kvkit.adapters.vllm.planner import BlocksOf, Planner, Scheduled
-from kvkit.adapters.vllm.request_state import RequestState
-from kvkit.adapters.vllm.scheduler_config import EngineView, SchedulerConfig
+from kvkit.adapters.vllm.planner import (
+    BlocksOf,
+    EngineView,
+    Planner,
+    RequestState,
+    Scheduled,
+    SchedulerConfig,
+)
 from kvkit.adapters.vllm.states import spread
 from kvkit.adapters.vllm.step import SendTask, StepMetadata, Tables, cut
 
@@ -33,9 +38,9 @@ class HandoffPlanner(Planner):
         if not tokens:
             self._release(state)
 
-    def plan(self, step: StepMetadata, scheduled: Scheduled, blocks: BlocksOf) -> None:
+    def plan(self, step: StepMetadata, scheduled: Scheduled, blocks_of: BlocksOf) -> None:
         step.released_transfers, self._released = self._released, []
-        step.sends += self._sends(scheduled, blocks)
+        step.sends += self._sends(scheduled, blocks_of)
 
     def request_finished(self, state: RequestState, blocks: Tables | None) -> bool:
         self._release(state)
@@ -51,7 +56,7 @@ class HandoffPlanner(Planner):
         if state.remote_prefill is not None:
             self._released.append(state.remote_prefill.transfer)
 
-    def _sends(self, scheduled: Scheduled, blocks: BlocksOf) -> Iterator[SendTask]:
+    def _sends(self, scheduled: Scheduled, blocks_of: BlocksOf) -> Iterator[SendTask]:
         """Yield what this step completes of prompts to hand off: whole chunks, and the rest at the end.
 
         tokens     |  chunk 0  |  chunk 1  |  chunk 2  |       | the prompt's end
@@ -69,7 +74,7 @@ class HandoffPlanner(Planner):
             stop = total if computed >= request.num_prompt_tokens else computed // chunk * chunk
             if stop <= first:
                 continue
-            sequence, table = self._engine.sequence(request, total), blocks(state.request_id)
+            sequence, table = self._engine.sequence(request, total), blocks_of(state.request_id)
             if sequence is None or table is None:
                 continue
             state.sent = stop

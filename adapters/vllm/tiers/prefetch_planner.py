@@ -8,11 +8,17 @@ from __future__ import annotations
 from collections.abc import Iterator
 from itertools import islice
 
-from kvkit.adapters.vllm.planner import BlocksOf, Planner, Scheduled
-from kvkit.adapters.vllm.request_state import RequestState
-from kvkit.adapters.vllm.scheduler_config import EngineView, SchedulerConfig, whole_sequence
+from kvkit.adapters.vllm.planner import (
+    BlocksOf,
+    EngineView,
+    Planner,
+    RequestState,
+    Scheduled,
+    SchedulerConfig,
+    whole_sequence,
+)
 from kvkit.adapters.vllm.step import PrefetchTask, StepMetadata, Tables
-from kvkit.adapters.vllm.tiers.lookup_planner import lookup_limits
+from kvkit.adapters.vllm.tiers.load_planner import lookup_limits
 
 AHEAD = 8
 """Number of queued requests to prefetch for at a time. The workers limit the bytes."""
@@ -36,12 +42,12 @@ class PrefetchPlanner(Planner):
         state.no_prefetch = False
         self._remove(state)
 
-    def plan(self, step: StepMetadata, scheduled: Scheduled, blocks: BlocksOf) -> None:
+    def plan(self, step: StepMetadata, scheduled: Scheduled, blocks_of: BlocksOf) -> None:
         step.cancelled_prefetches, self._cancelled = self._cancelled, []
         for state in list(islice(self._queue.values(), AHEAD)):
-            is_looked_up = state.lookup is not None and len(state.lookup.answers) < self._config.ranks
-            if state.request_id in self._prefetching or is_looked_up:
-                continue  # it may be admitted as soon as it is answered
+            awaits_answers = state.lookup is not None and not state.lookup.is_answered
+            if state.request_id in self._prefetching or awaits_answers:
+                continue  # it may be admitted as soon as its lookup is answered
             tasks = list(self._tasks(state))
             if tasks:
                 self._prefetching.add(state.request_id)

@@ -5,9 +5,14 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import replace
 
-from kvkit.adapters.vllm.planner import BlocksOf, Planner, Scheduled
-from kvkit.adapters.vllm.request_state import RequestState
-from kvkit.adapters.vllm.scheduler_config import EngineView, SchedulerConfig
+from kvkit.adapters.vllm.planner import (
+    BlocksOf,
+    EngineView,
+    Planner,
+    RequestState,
+    Scheduled,
+    SchedulerConfig,
+)
 from kvkit.adapters.vllm.states import spread
 from kvkit.adapters.vllm.step import RetainTask, SaveTask, StepMetadata, Tables, cut
 from kvkit.transfer.plan import is_snapshot_kept
@@ -44,10 +49,10 @@ class SavePlanner(Planner):
         if sequence is not None:
             self._retains.append(RetainTask(sequence, policy))
 
-    def plan(self, step: StepMetadata, scheduled: Scheduled, blocks: BlocksOf) -> None:
+    def plan(self, step: StepMetadata, scheduled: Scheduled, blocks_of: BlocksOf) -> None:
         step.retains, self._retains = self._retains, []
         step.saves, self.last_saves = self.last_saves, []
-        step.saves += self._saves(scheduled, blocks)
+        step.saves += self._saves(scheduled, blocks_of)
 
     def request_finished(self, state: RequestState, blocks: Tables | None) -> bool:
         """Plan the save of the chunk that a request's last token completes.
@@ -77,7 +82,7 @@ class SavePlanner(Planner):
     def reset(self) -> None:
         self.last_saves = [replace(s, policy=replace(s.policy, store_to=())) for s in self.last_saves]
 
-    def _saves(self, scheduled: Scheduled, blocks: BlocksOf) -> Iterator[SaveTask]:
+    def _saves(self, scheduled: Scheduled, blocks_of: BlocksOf) -> Iterator[SaveTask]:
         """Yield saves of the chunks that this step completes.
 
             tokens     |  chunk 0  |  chunk 1  |  chunk 2  |  chunk 3  |
@@ -98,7 +103,7 @@ class SavePlanner(Planner):
             state.saved = max(first, stop)
             if stop <= first:
                 continue
-            sequence, table = self._engine.sequence(request, stop * chunk), blocks(state.request_id)
+            sequence, table = self._engine.sequence(request, stop * chunk), blocks_of(state.request_id)
             if sequence is not None and table is not None:
                 self._engine.expect_chunks(request, first, stop)
                 tables = self._tables(state, table, computed, first, stop)
