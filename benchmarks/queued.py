@@ -56,14 +56,14 @@ def measure(rounds: int, chunks: int) -> dict[str, object]:
     from vllm.config import KVTransferConfig
     from vllm.distributed.kv_transfer import get_kv_transfer_group
 
-    from kvkit.adapters.vllm import scheduler
+    from kvkit.adapters.vllm.tiers import prefetch_planner
 
     model = str(smollm2.fetch())
     share = memory.share(model, servers=1, tiers=TIER_BYTES, most=BLOCK_BYTES)
     print(share.words)
     random = np.random.default_rng(0)
     queued, before = (random.integers(100, 49_000, n).tolist() for n in (chunks * BLOCK + 1, BLOCK - 1))
-    ahead = scheduler.AHEAD
+    ahead = prefetch_planner.MAX_REQUESTS
     took: dict[str, list[float]] = {"prefetched": [], "not": []}
     sources: dict[str, dict[str, int]] = {}
     with tempfile.TemporaryDirectory(prefix="kvkit-queued-") as name:
@@ -98,13 +98,13 @@ def measure(rounds: int, chunks: int) -> dict[str, object]:
         gap_s()  # stores it
         for number in range(-1, rounds):  # the first warms up
             for kind in ("prefetched", "not") if number % 2 else ("not", "prefetched"):
-                scheduler.AHEAD = ahead if kind == "prefetched" else 0
+                prefetch_planner.MAX_REQUESTS = ahead if kind == "prefetched" else 0
                 loaded = cache.counts().loaded_tokens
                 seconds = gap_s()
                 if number >= 0:
                     took[kind].append(seconds)
                     sources[kind] = dict(cache.counts().loaded_tokens - loaded)
-        scheduler.AHEAD = ahead
+        prefetch_planner.MAX_REQUESTS = ahead
         llm.llm_engine.engine_core.shutdown()
     assert sources == {"prefetched": {"memory": chunks * BLOCK}, "not": {"disk": chunks * BLOCK}}, sources
     return {

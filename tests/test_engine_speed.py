@@ -6,15 +6,15 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvkit.adapters.engine.speed import REMEMBERED, Speed, saved_tokens_per_s
+from kvkit.adapters.engine.speed import KEPT_STEPS, Speed, saved_tokens_per_s
 
 
 def test_nothing_is_known_before_a_large_step() -> None:
     speed = Speed(256)
-    speed.note(255, 1.0)
-    speed.note(512, 0.0)
+    speed.note_step(255, 1.0)
+    speed.note_step(512, 0.0)
     assert speed.tokens_per_s is None
-    speed.note(256, 2.0)
+    speed.note_step(256, 2.0)
     assert speed.tokens_per_s == 128.0
 
 
@@ -22,18 +22,18 @@ def test_nothing_is_known_before_a_large_step() -> None:
 def test_it_is_within_what_was_seen_last_and_follows(seen: list[int], later: int) -> None:
     speed = Speed(1)
     for tokens in seen:
-        speed.note(tokens, 1.0)
+        speed.note_step(tokens, 1.0)
     found = speed.tokens_per_s
     assert found is not None
-    assert min(seen[-REMEMBERED:]) <= found <= max(seen[-REMEMBERED:])
-    for _ in range(REMEMBERED):
-        speed.note(later, 1.0)
+    assert min(seen[-KEPT_STEPS:]) <= found <= max(seen[-KEPT_STEPS:])
+    for _ in range(KEPT_STEPS):
+        speed.note_step(later, 1.0)
     assert speed.tokens_per_s == later
 
 
 def test_what_was_seen_long_ago_says_nothing() -> None:
-    speed = Speed(1, known_s=0.0)
-    speed.note(10, 1.0)
+    speed = Speed(1, valid_s=0.0)
+    speed.note_step(10, 1.0)
     assert speed.tokens_per_s is None
 
 

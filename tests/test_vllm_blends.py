@@ -201,9 +201,9 @@ def test_a_request_that_ends_is_told_once_its_blocks_are_touched_no_more(rank: B
 
 
 def test_documents_that_are_computed_sooner_are_not_found(rank: Blending) -> None:
-    rank.worker._context.row_speed.note(100, 10.0)  # ten rows a second
-    assert rank.ask(prefill=50.0, recomputed=0.1) == (CHUNK, (len(DOCUMENT),))
-    assert rank.ask(prefill=50.0, recomputed=0.3) == (CHUNK, (0,))
+    rank.worker._context.row_speed.note_step(100, 10.0)  # ten rows a second
+    assert rank.ask(prefill=50.0, recomputed_share=0.1) == (CHUNK, (len(DOCUMENT),))
+    assert rank.ask(prefill=50.0, recomputed_share=0.3) == (CHUNK, (0,))
 
 
 def test_a_blend_of_nothing_that_was_found_is_computed_whole(rank: Blending) -> None:

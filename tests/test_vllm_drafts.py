@@ -211,7 +211,7 @@ def test_an_engine_without_the_draft_hands_nothing_off_and_says_why(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Its records lack the draft's KV. What it stores is not found either."""
-    monkeypatch.setattr("kvkit.adapters.engine.lookups.NEWS_S", 0.1)
+    monkeypatch.setattr("kvkit.adapters.engine.lookups.ALLOCATION_WAIT_S", 0.1)
     with closing(Pair(tmp_path, specs=LAYERS, draft="eagle head 1f+2e")) as pair:
         pair.prefill.worker.close()
         model = dict(list(LAYERS.items())[:2])
@@ -225,7 +225,7 @@ def test_an_engine_without_the_draft_hands_nothing_off_and_says_why(
         assert (found := re.search(f"a: nothing is handed off: .*{said}", caplog.text)) is not None
         assert "has 'eagle head 1f+2e'" in found[0]
         assert "has ''" in found[0]
-        ask = LookupRequest("a", 1, Sequence(IDS), transfer="t", computed_there=True)
+        ask = LookupRequest("a", 1, Sequence(IDS), transfer="t", computed_remotely=True)
         pair.decode.step(lookups=[ask], idle=True)
         assert pair.decode.heard() == 0
 

@@ -24,7 +24,7 @@ from told_engine import (
 from vllm.distributed.kv_events import AllBlocksCleared, BlockRemoved, BlockStored, KVEventBatch
 from vllm.v1.core.kv_cache_utils import maybe_convert_block_hash
 
-from kvkit.adapters.engine.changes import AT_ONCE, Changes
+from kvkit.adapters.engine.changes import MAX_TAKEN, Changes
 from kvkit.adapters.vllm.events import Events, TierBlocksStored, TiersCleared
 from kvkit.adapters.vllm.step import Listed, NamedChunks, WorkerReport
 from kvkit.tiers.settings import TierConfig
@@ -158,12 +158,12 @@ def test_the_oldest_is_forgotten_and_told_as_removed(monkeypatch: pytest.MonkeyP
 
 
 def test_what_is_lost_is_told_as_cleared() -> None:
-    changes = Changes(kept=AT_ONCE + 4)
-    changes.note("disk", [f"{i}" for i in range(AT_ONCE + 4)], True)
+    changes = Changes(max_queued=MAX_TAKEN + 4)
+    changes.note("disk", [f"{i}" for i in range(MAX_TAKEN + 4)], True)
     changes.note("disk", ["0"], False)
     first, lost = changes.take()
-    assert (len(first), first[:2], lost) == (AT_ONCE, [("disk", "0", False), ("disk", "1", True)], False)
-    changes.note("disk", [f"{i}" for i in range(AT_ONCE + 5)], True)
+    assert (len(first), first[:2], lost) == (MAX_TAKEN, [("disk", "0", False), ("disk", "1", True)], False)
+    changes.note("disk", [f"{i}" for i in range(MAX_TAKEN + 5)], True)
     assert changes.take() == ([], True)
     assert changes.take() == ([], False)
     events = new_events()
@@ -229,7 +229,7 @@ def test_a_round_has_all_chunks_before_the_next_begins(monkeypatch: pytest.Monke
     rounds: dict[int, list[TierBlocksStored]] = {}
     for step in range(40):
         if step == 10:  # the first round has begun
-            events.update_from_workers(WorkerReport(listed=[Listed(0, "", [], is_all=True)]))
+            events.update_from_workers(WorkerReport(listed=[Listed(0, "", [], is_complete=True)]))
         for event in events.take():
             if isinstance(event, TierBlocksStored):
                 rounds.setdefault(event.resync, []).append(event)

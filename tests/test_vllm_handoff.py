@@ -38,10 +38,10 @@ def pair(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Pair]:
 def test_room_is_asked_for_before_anything_is_computed(pair: Pair) -> None:
     step = StepMetadata(1, sends=[pair.send()])
     pair.prefill.fill(3.0)
-    pair.prefill.worker.begin(step)
+    pair.prefill.worker.begin_step(step)
     wait_for(lambda: pair.receiver.transfers() == {"t": Phase.RECEIVING})
-    pair.prefill.worker.save(step)
-    pair.finish(*pair.prefill.worker.finish({"a"}))
+    pair.prefill.worker.start_saves(step)
+    pair.finish(*pair.prefill.worker.finish_requests({"a"}))
     status = pair.receiver.wait("t", DEADLINE_S)
     assert status is not None
     assert (status.phase, status.held) == (Phase.COMMITTED, 3)
@@ -93,12 +93,12 @@ def test_who_hears_nothing_of_a_transfer_that_should_be_under_way_computes(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Where the prefill engine has not answered, it may not have begun: that is waited for."""
-    monkeypatch.setattr("kvkit.adapters.engine.lookups.NEWS_S", 0.0)
+    monkeypatch.setattr("kvkit.adapters.engine.lookups.ALLOCATION_WAIT_S", 0.0)
     pair = Pair(tmp_path, handoff_timeout_s=600.0)
-    for computed_there, found in ((True, 0), (False, len(IDS))):
-        ask = LookupRequest("a", 1, Sequence(IDS), transfer="t", computed_there=computed_there)
+    for computed_remotely, found in ((True, 0), (False, len(IDS))):
+        ask = LookupRequest("a", 1, Sequence(IDS), transfer="t", computed_remotely=computed_remotely)
         pair.decode.step(lookups=[ask], idle=True)
-        if not computed_there:
+        if not computed_remotely:
             assert pair.decode.worker.report() is None
             pair.finish(*pair.prefill.step(("a",), sends=[pair.send()]))
         assert pair.decode.heard() == found
@@ -131,7 +131,7 @@ def test_what_has_come_is_known_at_once_where_memory_alone_is_asked(tmp_path: Pa
     worker, cache = pair.decode.worker, pair.decode.worker.cache
     for tensor in pair.prefill.pages.values():
         tensor.copy_(torch.rand(tensor.shape))
-    ask = LookupRequest("a", 1, Sequence(IDS), transfer="t", computed_there=True)
+    ask = LookupRequest("a", 1, Sequence(IDS), transfer="t", computed_remotely=True)
     near = replace(cache.policy, retrieve_from=("handoff", "memory"))
     cache.policy, policy = near, cache.policy
     assert worker.lookup_inline(ask) is None, "it has not come"
@@ -173,7 +173,9 @@ def test_a_prompt_arrives_whatever_its_length(tmp_path: Path, tokens: int) -> No
     sequence, blocks = Sequence(IDS[:tokens]), -(-tokens // BLOCK)
     send = SendTask("a", "t", pair.address, sequence, 0, tokens, (TABLE[:blocks],), last=True)
     pair.finish(*pair.prefill.step(("a",), sends=[send]))
-    pair.decode.step(lookups=[LookupRequest("a", 1, sequence, transfer="t", computed_there=True)], idle=True)
+    pair.decode.step(
+        lookups=[LookupRequest("a", 1, sequence, transfer="t", computed_remotely=True)], idle=True
+    )
     assert pair.decode.heard() == tokens
     into = [11, 10, 9, 8, 7, 6][:blocks]
     assert pair.decode.load(LoadTask("a", 1, 0, tokens, (into,)))
@@ -192,20 +194,20 @@ def test_layers_are_packed_as_they_are_computed_and_take_no_slot(tmp_path: Path)
     taken = staging.acquire(staging.slots, 0.0)
     send = piece(pair, "a", IDS[:tokens], 0, tokens)
     step = StepMetadata(1, sends=[send])
-    worker.begin(step)
+    worker.begin_step(step)
     wait_for(lambda: pair.prefill.sender.transfers() == {"of-a": "sending"})
     slots = [lease.array for lease in pair.receiver._filling["of-a"].values()]
     for number, (name, tensor) in enumerate(pair.prefill.pages.items()):
         tensor.fill_(3.0 + number)
-        worker.computed(name)
+        worker.layer_computed(name)
         packed = np.full(8, 3.0 + number, np.float32).tobytes()
         wait_for(lambda packed=packed: all(packed in slot.tobytes() for slot in slots))
         tensor.fill_(-1.0)
     assert pair.decode.found() == 0
-    worker.save(step)
-    pair.finish(*worker.finish({"a"}))
+    worker.start_saves(step)
+    pair.finish(*worker.finish_requests({"a"}))
     release_all(taken)
-    ask = LookupRequest("a", 1, send.sequence, transfer="of-a", computed_there=True)
+    ask = LookupRequest("a", 1, send.sequence, transfer="of-a", computed_remotely=True)
     pair.decode.step(lookups=[ask], idle=True)
     assert pair.decode.heard() == tokens
     assert pair.decode.load(LoadTask("a", 1, 0, tokens, ([7, 8, 9, 10, 11],)))
@@ -224,14 +226,14 @@ def test_what_was_computed_before_there_was_room_is_packed_when_there_is(tmp_pat
     assert first.admitted.result(DEADLINE_S) == slots
     pair.prefill.fill(3.0)
     step = StepMetadata(1, sends=[pair.send()])
-    worker.begin(step)
+    worker.begin_step(step)
     for name in pair.prefill.pages:
-        worker.computed(name)
+        worker.layer_computed(name)
     (sends,) = [found for found in worker.capabilities if isinstance(found, SendExecutor)]
     sends.prompts._packers.submit(int).result(DEADLINE_S)
     pair.prefill.sender.cancel("first")
-    worker.save(step)
-    pair.finish(*worker.finish({"a"}))
+    worker.start_saves(step)
+    pair.finish(*worker.finish_requests({"a"}))
     status = pair.receiver.wait("t", DEADLINE_S)
     assert status is not None
     assert (status.phase, status.held) == (Phase.COMMITTED, 3)
@@ -246,18 +248,18 @@ def test_pages_of_a_step_that_is_not_sent_are_read_no_more(tmp_path: Path, why: 
     worker = pair.prefill.worker
     load = LoadTask("b", 1, 0, CHUNK, ([7, 8],))  # nobody has found that
     step = StepMetadata(1, sends=[pair.send()], loads=[load] if why == "failed load" else [])
-    worker.begin(step)
+    worker.begin_step(step)
     wait_for(lambda: pair.prefill.sender.transfers() == {"t": "sending"})
     worker.start_loads(step)
-    worker.computed("layers.0")
+    worker.layer_computed("layers.0")
     if why == "given up":
         pair.receiver.release("t", "given up")
         wait_for(lambda: pair.prefill.sender.transfers() == {})
     if why != "abort":
-        worker.save(step)
+        worker.start_saves(step)
     if why == "wanted back":
         worker.end_reads()
-    pair.finish(*worker.finish({"a"}))
+    pair.finish(*worker.finish_requests({"a"}))
     pair.prefill.fill(7.0)
     wait_for(lambda: pair.receiver.transfers() in ({}, {"t": Phase.COMMITTED}))
     assert pair.decode.found() in (0, len(IDS) if why == "wanted back" else 0)
@@ -297,7 +299,7 @@ class FullDecode:
         pair = self.pair
         pair.prefill.sender.cancel("others")
         pair.finish(*pair.prefill.step(("a",)))
-        ask = LookupRequest("a", 1, Sequence(IDS), transfer="of-a", computed_there=True)
+        ask = LookupRequest("a", 1, Sequence(IDS), transfer="of-a", computed_remotely=True)
         pair.decode.step(lookups=[ask], idle=True)
         return pair.decode.heard()
 
@@ -338,7 +340,7 @@ def test_a_load_in_parts_ends_where_a_record_is_damaged(tmp_path: Path, damaged:
     pair = Pair(tmp_path)
     pair.finish(*pair.prefill.step(("a",), sends=[pair.send()]))
     pair.decode.step(
-        lookups=[LookupRequest("a", 1, Sequence(IDS), transfer="t", computed_there=True)], idle=True
+        lookups=[LookupRequest("a", 1, Sequence(IDS), transfer="t", computed_remotely=True)], idle=True
     )
     assert pair.decode.heard() == len(IDS)
     with pair.receiver._records[pair.receiver.records()[damaged][0]].share() as lease:
@@ -356,7 +358,7 @@ def test_the_end_of_a_prompt_is_loaded_after_blocks_that_the_engine_has(tmp_path
     pair.prefill.fill(3.0)
     sequence = Sequence(IDS[:tokens])
     pair.finish(*pair.prefill.step(("a",), sends=[piece(pair, "a", sequence.tokens, 0, tokens)]))
-    ask = LookupRequest("a", 1, sequence, CHUNK + BLOCK, transfer="of-a", computed_there=True)
+    ask = LookupRequest("a", 1, sequence, CHUNK + BLOCK, transfer="of-a", computed_remotely=True)
     pair.decode.step(lookups=[ask], idle=True)
     assert pair.decode.heard() == tokens
     assert pair.decode.load(LoadTask("a", 1, CHUNK + BLOCK, tokens, ([-1, 8],)))
@@ -500,7 +502,7 @@ def handed(pair: Pair) -> int:
     came = pair.receiver.arena.slots - pair.receiver.arena.free
     assert came == pair.prefill.stored("handoff") - put, "nothing is copied that is not sent"
     pair.decode.step(
-        lookups=[LookupRequest("a", 1, Sequence(IDS), transfer="t", computed_there=True)], idle=True
+        lookups=[LookupRequest("a", 1, Sequence(IDS), transfer="t", computed_remotely=True)], idle=True
     )
     assert pair.decode.heard() == len(IDS)
     chunks, rest = divmod(came, groups_of(pair))

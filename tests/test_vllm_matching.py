@@ -90,7 +90,7 @@ def test_a_question_is_about_no_transfer_where_nothing_is_received() -> None:
     scheduler = new_scheduler()
     scheduler.get_num_new_matched_tokens(request(20), 0)
     (ask,) = step(scheduler).lookups
-    assert (ask.transfer, ask.computed_there) == ("", False)
+    assert (ask.transfer, ask.computed_remotely) == ("", False)
 
 
 def test_what_vllm_has_by_now_itself_changes_the_lookup() -> None:

@@ -32,7 +32,7 @@ from vllm_engine import BLOCK, connector
 
 from kvkit.adapters.vllm import media as module
 from kvkit.adapters.vllm.connector import KVKitConnector
-from kvkit.adapters.vllm.media import Media, identity
+from kvkit.adapters.vllm.media import Media, ids_in_keys
 from kvkit.format.keys import chunk_keys
 from kvkit.format.layout import KVLayout, LayerGroup, Namespace
 from kvkit.handoff.prompt import tail_of
@@ -160,23 +160,23 @@ def test_what_is_remembered_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "KEPT", 3)
     remembered = Media()
     for i in range(10):
-        assert remembered.of(request(CAT, str(i))) is not None
+        assert remembered.of_request(request(CAT, str(i))) is not None
     gc.collect()
     assert (list(remembered._digests), len(remembered._known)) == (["7", "8", "9"], 0)
 
 
 def test_a_session_that_gets_more_media_is_asked_about_them() -> None:
     remembered, session = Media(), request(CAT, "cat")
-    first = remembered.of(session)
+    first = remembered.of_request(session)
     session.mm_features += request(DOG, "dog").mm_features
-    found = remembered.of(session)
+    found = remembered.of_request(session)
     assert first is not None
     assert found is not None
     assert (found[:1], len(found)) == (first, 2)
 
 
 def ids_of(tokens: list[int], media: list[Medium]) -> np.ndarray:
-    return identity(tokens, media, chunk_tokens=CHUNK)[0]
+    return ids_in_keys(tokens, media, chunk_tokens=CHUNK)[0]
 
 
 @given(st.lists(st.integers(0, 1000), max_size=5 * CHUNK), media)
@@ -217,13 +217,13 @@ def test_media_in_an_unfilled_chunk_are_told_apart_by_more_than_its_ids(whole: i
     tails = set()
     for names in COLLIDING:
         for name in names:
-            ids, rest = identity(tokens, [(name, whole * CHUNK, 1)], chunk_tokens=CHUNK)
+            ids, rest = ids_in_keys(tokens, [(name, whole * CHUNK, 1)], chunk_tokens=CHUNK)
             assert len(rest) == 32
             tail = tail_of(chunks, ids, CHUNK, rest)
             assert tail is not None
             tails.add(tail[1].salt)
     assert len(tails) == 2 * len(COLLIDING)
-    assert identity(tokens, [("cat", 0, whole * CHUNK)], chunk_tokens=CHUNK)[1] == "", "none lies there"
+    assert ids_in_keys(tokens, [("cat", 0, whole * CHUNK)], chunk_tokens=CHUNK)[1] == "", "none lies there"
 
 
 def test_where_a_medium_lies_counts() -> None:

@@ -100,11 +100,11 @@ def test_what_is_packed_is_unpacked_into_the_same_blocks(
     before = {name: tensor.clone() for name, tensor in tensors.items()}
     record = np.zeros(found.chunk_bytes(CHUNK), np.uint8)
     form = SimpleNamespace(namespace=SimpleNamespace(chunk_tokens=CHUNK), group=found.groups[0])
-    pack(group.pages, [record], **group.place([4, 1], CHUNK).rows_of(form, range(1)))
+    pack(group.pages, [record], **group.sequence_pages([4, 1], CHUNK).rows_of(form, range(1)))
     for tensor in tensors.values():
         tensor.fill_(7)
     blank = {name: tensor.clone() for name, tensor in tensors.items()}
-    unpack(group.pages, [record], **group.place([2, -1], CHUNK).rows_of(form, range(1)))
+    unpack(group.pages, [record], **group.sequence_pages([2, -1], CHUNK).rows_of(form, range(1)))
     for name, tensor in tensors.items():
         whole, was, empty = (blocks_of(t) for t in (tensor, before[name], blank[name]))
         assert torch.equal(whole[2], was[4])
@@ -124,7 +124,7 @@ def test_records_do_not_depend_on_the_layout() -> None:
         found, (group,) = group_pages(specs, tensors, BLOCKS, False)
         form = SimpleNamespace(namespace=SimpleNamespace(chunk_tokens=CHUNK), group=found.groups[0])
         record = np.zeros(found.chunk_bytes(CHUNK), np.uint8)
-        pack(group.pages, [record], **group.place([4, 1], CHUNK).rows_of(form, range(1)))
+        pack(group.pages, [record], **group.sequence_pages([4, 1], CHUNK).rows_of(form, range(1)))
         records.append((found.fingerprint(), record.tobytes()))
     assert len(set(records)) == 1
 

@@ -47,7 +47,7 @@ def test_a_document_is_where_the_prompt_has_it(
     kv, (group,) = group_pages([dict.fromkeys(NAMES, FULL)], tensors, BLOCKS, opaque=False)
     (form,) = formats_of(kv, Namespace("model", kv.fingerprint(), "float32", chunk_tokens=CHUNK))
     record = np.empty(group.pages.group.chunk_bytes(CHUNK), np.uint8)
-    pack(group.pages, [record], blocks=group.place(STORED, CHUNK).blocks[None])  # type: ignore[index]
+    pack(group.pages, [record], blocks=group.sequence_pages(STORED, CHUNK).blocks[None])  # type: ignore[index]
     expected = {name: pages.clone() for name, pages in tensors.items()}
     for name, rope in ropes.items():
         for j in range(PREFIX, CHUNK):

@@ -130,6 +130,6 @@ def test_without_an_address_decode_waits_for_nothing(started: Started) -> None:
         status, answer = ask(router.url, COMPLETIONS, body)
         assert 'failures_total{cause="kept",engine="p"} 1.0' in router.metrics()
     assert (status, text_of(answer)) == (200, started.alone(body))
-    assert "kv_transfer_params.handoff: where to send is not said" in started.prefill.log.read_text()
+    assert "kv_transfer_params.handoff: want the decode engine's address" in started.prefill.log.read_text()
     assert "nothing from the prefill engine" not in started.decode.log.read_text()
     assert started.handed() == before

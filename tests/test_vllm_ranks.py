@@ -68,12 +68,12 @@ def test_layers_are_loaded_one_by_one_over_their_heads(tmp_path: Path) -> None:
         rank.fill(-1.0)
         rank.step(lookups=[LookupRequest("a", 2, Sequence(IDS))], idle=True)
         rank.heard()
-        rank.worker.begin(step := StepMetadata(9, loads=[LoadTask("a", 2, 0, len(IDS), (OTHER,))]))
+        rank.worker.begin_step(step := StepMetadata(9, loads=[LoadTask("a", 2, 0, len(IDS), (OTHER,))]))
         rank.worker.start_loads(step)
         for name, pages in rank.pages.items():
             rank.worker.wait_for_layer(name)
             assert torch.equal(pages[OTHER], MODEL[name][TABLE])
-        rank.worker.save(step)
+        rank.worker.start_saves(step)
 
 
 @pytest.mark.parametrize("opaque", [False, True])

@@ -131,7 +131,7 @@ def test_what_was_sent_for_a_request_is_found_whatever_tiers_it_names(tmp_path: 
     try:
         pair.finish(*pair.prefill.step(("a",), sends=[pair.send()]))
         wish = RequestPolicy(load_from=("disk",))
-        asked = LookupRequest("a", 1, Sequence(IDS), transfer="t", computed_there=True, policy=wish)
+        asked = LookupRequest("a", 1, Sequence(IDS), transfer="t", computed_remotely=True, policy=wish)
         pair.decode.step(lookups=[asked], idle=True)
         assert pair.decode.heard() == len(IDS)
     finally:

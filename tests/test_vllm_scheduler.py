@@ -19,7 +19,7 @@ from kvkit.adapters.vllm.params import RemoteDecode, RemotePrefill
 from kvkit.adapters.vllm.scheduler import Scheduler
 from kvkit.adapters.vllm.step import StepMetadata, Tables, WorkerReport
 from kvkit.adapters.vllm.tiers.load_planner import FRESH_S
-from kvkit.adapters.vllm.tiers.prefetch_planner import AHEAD
+from kvkit.adapters.vllm.tiers.prefetch_planner import MAX_REQUESTS
 
 CHUNK, BLOCK = 8, 4
 
@@ -223,11 +223,11 @@ def test_what_is_admitted_when_it_is_answered_is_not_brought_near() -> None:
     assert not admitted.cancelled_prefetches
 
 
-@given(st.permutations(range(3 * AHEAD)))
+@given(st.permutations(range(3 * MAX_REQUESTS)))
 def test_only_the_first_of_a_queue_are_brought_near(order: list[int]) -> None:
     """Whoever leaves first: never more at a time, each once, and all in their order."""
     scheduler = new_scheduler()
-    queue = [request(20, str(i)) for i in range(3 * AHEAD)]
+    queue = [request(20, str(i)) for i in range(3 * MAX_REQUESTS)]
     for each in queue:
         scheduler.on_new_request(each)
     waiting = [each.request_id for each in queue]
@@ -241,7 +241,7 @@ def test_only_the_first_of_a_queue_are_brought_near(order: list[int]) -> None:
         assert set(planned.cancelled_prefetches) == ahead - set(waiting)
         ahead = ahead & set(waiting) | {p.request_id for p in planned.prefetches}
         told += [p.request_id for p in planned.prefetches]
-        assert ahead == set(waiting[:AHEAD])
+        assert ahead == set(waiting[:MAX_REQUESTS])
     assert told == sorted(set(told), key=int)
 
 
@@ -499,7 +499,7 @@ def test_what_is_received_comes_with_the_unfilled_chunk_and_is_saved_from_its_be
     assert scheduler.get_num_new_matched_tokens(a, 0) == (None, False)
     asked = step(scheduler)
     (ask,) = asked.lookups
-    assert (ask.transfer, ask.computed_there) == ("t", True)
+    assert (ask.transfer, ask.computed_remotely) == ("t", True)
     assert (ask.computed, len(ask.sequence.tokens)) == (0, 15)
     answer(scheduler, asked, 15, tier="handoff")
     assert scheduler.get_num_new_matched_tokens(a, 0) == (14, True), "the last token's logits are wanted"

@@ -46,18 +46,22 @@ def test_too_little_time_is_told_at_the_start(
 ) -> None:
     monkeypatch.setenv(WORKERS, str(worker_s))
     with caplog.at_level(logging.INFO, "kvkit"):
-        shutdown.tell(load_config(tiers=MEMORY | DISK, shutdown_timeout_s=12), engine(timeout_s, backend))
+        shutdown.log_short_limits(
+            load_config(tiers=MEMORY | DISK, shutdown_timeout_s=12), engine(timeout_s, backend)
+        )
         assert (told or "") in caplog.text
         assert bool(told) == ("saved to disk" in caplog.text)
         caplog.clear()
-        shutdown.tell(load_config(tiers=MEMORY, shutdown_timeout_s=12), engine(timeout_s, backend))
+        shutdown.log_short_limits(
+            load_config(tiers=MEMORY, shutdown_timeout_s=12), engine(timeout_s, backend)
+        )
         assert not caplog.text, "memory does not outlive the engine"
 
 
 def test_a_worker_closes_before_vllm_kills_its_process(monkeypatch: pytest.MonkeyPatch) -> None:
     config = load_config(tiers=DISK, shutdown_timeout_s=12)
     monkeypatch.setenv(WORKERS, "5")
-    assert shutdown.limit_s(config, engine(0, "uni")) == 12
-    assert shutdown.limit_s(config, engine(60, "mp")) == 8
+    assert shutdown.cache_timeout_s(config, engine(0, "uni")) == 12
+    assert shutdown.cache_timeout_s(config, engine(60, "mp")) == 8
     monkeypatch.setenv(WORKERS, "60")
-    assert shutdown.limit_s(config, engine(60, "mp")) == 12
+    assert shutdown.cache_timeout_s(config, engine(60, "mp")) == 12

@@ -69,7 +69,7 @@ class Pools:
     def found(self) -> set[int]:
         """Tokens that each decode rank has when it has waited for what is sent."""
         for rank in self.decode.each:
-            lookup = LookupRequest("a", 1, Sequence(IDS[:TOKENS]), transfer="t", computed_there=True)
+            lookup = LookupRequest("a", 1, Sequence(IDS[:TOKENS]), transfer="t", computed_remotely=True)
             rank.step(lookups=[lookup], idle=True)
         return {rank.heard() for rank in self.decode.each}
 
@@ -127,7 +127,7 @@ def test_a_prompt_that_one_rank_did_not_send_is_computed(tmp_path: Path) -> None
 def test_a_prompt_of_which_a_rank_is_never_heard_is_not_waited_for_long(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("kvkit.adapters.engine.lookups.NEWS_S", 0.1)
+    monkeypatch.setattr("kvkit.adapters.engine.lookups.ALLOCATION_WAIT_S", 0.1)
     with pools(tmp_path, 2, 1, opaque=True) as made:
         made.send(0)
         wait_for(lambda: set(made.receivers[0].transfers().values()) == {Phase.WAITING})
@@ -148,7 +148,7 @@ def test_a_prompt_of_which_a_rank_is_never_heard_is_not_waited_for_long(
 def test_engines_that_do_not_fit_say_what_to_set(
     tmp_path: Path, records: int, says: str, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("kvkit.adapters.engine.lookups.NEWS_S", 0.1)
+    monkeypatch.setattr("kvkit.adapters.engine.lookups.ALLOCATION_WAIT_S", 0.1)
     with pools(tmp_path, 1, records, records=records, opaque=True) as made:
         made.address = made.address.format(rank=0)
         made.finish(0, made.send(0))

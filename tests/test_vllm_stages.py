@@ -178,7 +178,7 @@ def test_layers_in_one_record_are_as_without_the_setting() -> None:
         (
             (5, 1),
             3,
-            r"record_stages = 3: layers like layers\.0 are not in all stages in the same form; want none",
+            r"record_stages = 3: layers like layers\.0 do not have the same spec in all stages; want none",
         ),
     ],
 )

@@ -34,7 +34,7 @@ from kvkit.adapters.vllm.pages import (
     table_specs,
 )
 from kvkit.adapters.vllm.scheduler import Scheduler
-from kvkit.adapters.vllm.states import spread
+from kvkit.adapters.vllm.states import align_states
 from kvkit.adapters.vllm.step import LoadTask, SaveTask, StepMetadata, Tables, WorkerReport
 from kvkit.settings import ConfigError
 
@@ -179,9 +179,9 @@ def test_ranks_hit_the_same_snapshot_or_none(other: int, hit: int) -> None:
 def test_running_states_are_at_one_place_or_at_none() -> None:
     tables = [5, 6], [9], [0, 7]
     running = {1: True, 2: False}
-    assert spread(tables, running, 16, 8) == ([5, 6], [0, 9], [0, 7])
-    assert spread(tables, running, 8, 8) == ([5, 6], [9], [0, 7])
-    assert spread(tables, running, 12, 8) == spread(tables, running, 0, 8) == ([5, 6], [], [0, 7])
+    assert align_states(tables, running, 16, 8) == ([5, 6], [0, 9], [0, 7])
+    assert align_states(tables, running, 8, 8) == ([5, 6], [9], [0, 7])
+    assert align_states(tables, running, 12, 8) == align_states(tables, running, 0, 8) == ([5, 6], [], [0, 7])
 
 
 @pytest.mark.parametrize("state", [STATE, RUNNING], ids=["align", "none"])

@@ -306,7 +306,7 @@ def test_a_failed_prefetch_gives_its_room_to_the_next(rank: Rank, monkeypatch: p
     for i, tokens in enumerate(started):
         prefetches.add(str(i), tokens, rank.worker.namespaces.current, 0)
     prefetches.start_next()
-    assert all(wanted.move is failed for wanted in prefetches._wanted)
+    assert all(prefetch.transfer is failed for prefetch in prefetches._prefetches)
 
 
 def test_a_later_epoch_calls_prefetches_off(hasty: Rank) -> None:

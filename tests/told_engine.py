@@ -218,7 +218,7 @@ def sequence_of(request: Request) -> Sequence:
 
 def lists(rank: Rank) -> bool:
     """Whether chunks from before the start of a rank are left to report."""
-    return any(part.lists for part in rank.worker.capabilities if isinstance(part, TierReports))
+    return any(part.is_listing for part in rank.worker.capabilities if isinstance(part, TierReports))
 
 
 def answers(rank: Rank, lookup: LookupRequest, epoch: str) -> WorkerReport:

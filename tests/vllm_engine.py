@@ -329,13 +329,13 @@ class _Served:
         from kvkit.adapters.engine.lookups import Lookups
 
         if self.asked is None:
-            self.asked, ask = [], Lookups.ask
+            self.asked, ask = [], Lookups.begin_lookup
 
             def note(lookups: Any, lookup: Any) -> None:
                 self.asked.append(lookup.number)
                 ask(lookups, lookup)
 
-            Lookups.ask = note
+            Lookups.begin_lookup = note
         return len(self.asked)
 
     def keep_last_word(self) -> None:

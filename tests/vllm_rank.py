@@ -135,15 +135,15 @@ class Rank:
     ) -> tuple[set[str], set[str], set[str]]:
         """Take a step in vLLM's order, in which the model and its draft compute; what `finish` returns."""
         self.worker.end_saves()
-        self.worker.begin(step)
+        self.worker.begin_step(step)
         self.worker.start_loads(step)
         forward()
         if not self._drafts or step.idle:
-            self.worker.save(step)
-            return self.worker.finish(set(finished))
-        found = self.worker.finish(set(finished))
+            self.worker.start_saves(step)
+            return self.worker.finish_requests(set(finished))
+        found = self.worker.finish_requests(set(finished))
         draft()
-        self.worker.save(step)
+        self.worker.start_saves(step)
         return found
 
     def fill(self, value: float) -> None:

@@ -1,4 +1,4 @@
-"""Changes of what tiers hold, queued until an engine's step takes them to its scheduler."""
+"""A queue of changes to what tiers hold: an engine's step takes them to its scheduler."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ from itertools import islice
 Change = tuple[str, str, bool]
 """(tier, name of a record, True if the tier holds the record from now on)."""
 
-KEPT = 1 << 16
+MAX_QUEUED = 1 << 16
 """Maximum number of queued changes."""
-AT_ONCE = 4096
+MAX_TAKEN = 4096
 """Maximum number of changes that one step takes."""
 
 
@@ -19,12 +19,12 @@ class Changes:
     """The last change of each record and tier, oldest first. Thread-safe; nothing blocks.
 
     Args:
-        kept: maximum number of queued changes; with more, all are forgotten.
+        max_queued: maximum number of queued changes; with more, all are forgotten.
     """
 
-    def __init__(self, kept: int = KEPT) -> None:
-        self._kept = kept
-        self._waiting: dict[tuple[str, str], bool] = {}
+    def __init__(self, max_queued: int = MAX_QUEUED) -> None:
+        self._max_queued = max_queued
+        self._queued: dict[tuple[str, str], bool] = {}
         self._lost = False
         self._lock = threading.Lock()
 
@@ -32,20 +32,20 @@ class Changes:
         """Note that a tier holds records from now on (`held`), or no longer."""
         with self._lock:
             for name in names:
-                self._waiting[tier, name] = held
-            if len(self._waiting) > self._kept:
-                self._waiting.clear()
+                self._queued[tier, name] = held
+            if len(self._queued) > self._max_queued:
+                self._queued.clear()
                 self._lost = True
 
     @property
     def records(self) -> list[tuple[str, str]]:
         """(tier, record) pairs with a queued change."""
         with self._lock:
-            return list(self._waiting)
+            return list(self._queued)
 
     def take(self) -> tuple[list[Change], bool]:
-        """Take the next changes; return them, and whether earlier changes were forgotten."""
+        """Take up to `MAX_TAKEN` changes. Return them, and whether earlier changes were forgotten."""
         with self._lock:
-            keys = list(islice(self._waiting, AT_ONCE))
+            keys = list(islice(self._queued, MAX_TAKEN))
             lost, self._lost = self._lost, False
-            return [(*key, self._waiting.pop(key)) for key in keys], lost
+            return [(*key, self._queued.pop(key)) for key in keys], lost

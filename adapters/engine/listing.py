@@ -40,21 +40,20 @@ class Listing:
         held: (tier, name of a record that the tier holds) pairs.
 
     Attributes:
-        is_all: True if all of `held` belongs to this namespace. Then only the listed chunks can be hit.
+        is_complete: True if all of `held` belongs to this namespace, so that only listed chunks can be hit.
     """
 
     def __init__(self, cache: Cache, held: Iterable[tuple[str, str]], namespace: Namespace) -> None:
         self._cache = cache
         self._formats = formats_of(cache.layout, namespace)
         arrays = {record_format.array for record_format in self._formats}
-        tiers: dict[str, str] = {}
-        self.is_all = True
+        self._tiers: dict[str, str] = {}  # by name of the first record of a chunk
+        self.is_complete = True
         for tier, name in held:
             array = name.rpartition("/")[0]
-            self.is_all = self.is_all and array in arrays
+            self.is_complete = self.is_complete and array in arrays
             if array == self._formats[0].array:
-                tiers[name] = tier
-        self._tiers = tiers
+                self._tiers[name] = tier
         self._chunks: deque[ListedChunk] = deque()
         self._ended = self._closed = False
         self._workers = Workers(1, "kvkit-list")
@@ -65,9 +64,9 @@ class Listing:
         """True if all chunks were listed and taken."""
         return self._ended and not self._chunks
 
-    def take(self, most: int) -> list[ListedChunk]:
-        """Take up to `most` chunks, each after its parent; chunks without a held parent are left out."""
-        return [self._chunks.popleft() for _ in range(min(most, len(self._chunks)))]
+    def take(self, limit: int) -> list[ListedChunk]:
+        """Take up to `limit` chunks, each after its parent. A chunk without a held parent is left out."""
+        return [self._chunks.popleft() for _ in range(min(limit, len(self._chunks)))]
 
     def close(self) -> None:
         """Stop reading."""
@@ -76,23 +75,23 @@ class Listing:
 
     def _list(self) -> None:
         record_format = self._formats[0]
-        found: dict[bytes, list[Header]] = {}
+        headers: dict[bytes, list[Header]] = {}  # by parent
         for name, tier in self._tiers.items():
             if self._closed:
                 return
-            header = self._header(record_format, tier, name)
+            header = self._read_header(record_format, tier, name)
             if header is not None:
-                found.setdefault(header.parent, []).append(header)
+                headers.setdefault(header.parent, []).append(header)
         parents = deque([record_format.digest])
         while parents:
-            for header in found.pop(parents.popleft(), ()):
+            for header in headers.pop(parents.popleft(), ()):
                 names = tuple(record_format.name(header.key) for record_format in self._formats)
                 parent = b"" if header.parent == record_format.digest else header.parent
                 self._chunks.append(ListedChunk(header.key, parent, header.tokens, names))
                 parents.append(header.key)
         self._ended = True
 
-    def _header(self, record_format: RecordFormat, tier: str, name: str) -> Header | None:
+    def _read_header(self, record_format: RecordFormat, tier: str, name: str) -> Header | None:
         """Return a record's header; None if the record is gone or damaged, or its name does not match."""
         buffer = bytearray(record_format.header_bytes)
         try:

@@ -1,4 +1,4 @@
-"""Loads of a prompt's hit: its whole chunks, and the blocks that were handed off after them."""
+"""Load of a prompt's hit: its whole chunks, and the blocks that were handed off after them."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from kvkit.workers import Transfer
 log = logging.getLogger(__name__)
 
 PagesOf = Callable[[int, int], Sequence[SequencePages]]
-"""Returns the pages of tokens [start, stop) of a prompt; both are multiples of a block."""
+"""Function that returns the pages of tokens [start, stop) of a prompt; both are multiples of a block."""
 LoadMode = Literal["async", "sync", "layerwise"]
 NOTHING = Loaded(0)
 
@@ -49,13 +49,14 @@ class PromptLoad:
         blocks    |   |   |   |   |   |   |   |   |   |   |
         of a hit  [............ whole ............[ tail ...
         wanted              [start                    stop[
-        loaded    [base         whole             [from_tail[
+        loaded    [base         whole             [tail_from[
 
     Args:
         hit: None: nothing is loaded.
         start: tokens before it stay as they are.
-        how: with "sync", this thread loads all but the tail before the constructor returns.
-        wake: called from any thread when a piece of the load is over.
+        pages_of: returns the pages to load into.
+        mode: with "sync", this thread loads all but the tail before the constructor returns.
+        wake: called from any thread when a transfer of the load is over.
 
     Attributes:
         base: first token of the first chunk.
@@ -68,8 +69,8 @@ class PromptLoad:
         hit: PromptHit | None,
         start: int,
         stop: int,
-        pages: PagesOf,
-        how: LoadMode,
+        pages_of: PagesOf,
+        mode: LoadMode,
         wake: Callable[[object], object],
     ) -> None:
         size = cache.namespace.chunk_tokens
@@ -81,47 +82,26 @@ class PromptLoad:
         self._tail: Transfer[Loaded] | None = None
         if hit is None:
             return
-        self._tail_at = at = hit.whole.tokens
-        if hit.tail is not None and stop > at:
+        self._whole_tokens = whole_tokens = hit.whole.tokens
+        if hit.tail is not None and stop > whole_tokens:
             block = hit.tail.chunks.chunk_tokens
-            skipped, end = max(start - at, 0) // block, -(-(stop - at) // block)
-            self._from_tail = at + skipped * block
+            skipped, end = max(start - whole_tokens, 0) // block, -(-(stop - whole_tokens) // block)
+            self._tail_from = whole_tokens + skipped * block
             tail = hit.tail.part(skipped, end)
-            self._tail = cache.load_async(tail, pages(self._from_tail, at + end * block))
+            self._tail = cache.load_async(tail, pages_of(self._tail_from, whole_tokens + end * block))
             self._tail.add_done_callback(wake)
-        if how == "async":
-            self._whole = self._begin(cache, hit.whole, first, min(last, hit.whole.plan.chunks), pages)
+        if mode == "async":
+            self._whole = _start_whole(cache, hit.whole, first, min(last, hit.whole.plan.chunks), pages_of)
             for _, transfer in self._whole:
                 transfer.add_done_callback(wake)
             return
-        piece = hit.whole.part(min(first, hit.whole.plan.chunks), last)
-        locations = pages(self.base, last * size)
-        if how == "layerwise":
-            self._whole = cache.load_layers(piece, locations)
+        whole = hit.whole.part(min(first, hit.whole.plan.chunks), last)
+        pages = pages_of(self.base, last * size)
+        if mode == "layerwise":
+            self._whole = cache.load_layers(whole, pages)
         else:
             # in this thread, hence in order after the engine's stream, which may be zeroing the pages
-            self._whole = cache.load(piece, locations)
-
-    @staticmethod
-    def _begin(
-        cache: Cache, hit: Hit, first: int, last: int, pages: PagesOf
-    ) -> list[tuple[int, Transfer[Loaded]]]:
-        """Begin the load of chunks [first, last) of a hit; return (number of tokens, transfer) pairs.
-
-        A hit in memory is loaded in two transfers: each only verifies and unpacks. A hit with states is
-        loaded in one, as only the states after its last token are loaded.
-        """
-        size = hit.chunks.chunk_tokens
-        in_memory = all(cache.tiers[segment.tier].in_memory for segment in hit.plan.segments)
-        middle = (first + last) // 2 if in_memory and not hit.chunks.states else first
-        ranges = [(start, stop) for start, stop in ((first, middle), (middle, last)) if start < stop]
-        return [
-            (
-                (stop - start) * size,
-                cache.load_async(hit.part(start, stop), pages(start * size, stop * size)),
-            )
-            for start, stop in ranges
-        ]
+            self._whole = cache.load(whole, pages)
 
     @property
     def layers(self) -> LayerLoad | None:
@@ -131,11 +111,11 @@ class PromptLoad:
     @property
     def done(self) -> bool:
         """True if `finish` returns at once."""
-        return self.layers is None and all(transfer.done() for transfer in self._moves)
+        return self.layers is None and all(transfer.done() for transfer in self._transfers)
 
     def cancel(self) -> None:
         """Ask the load to end soon. The pages are in use until it is done."""
-        for transfer in self._moves:
+        for transfer in self._transfers:
             transfer.cancel()
 
     def finish(self) -> tuple[int, Loaded]:
@@ -148,18 +128,36 @@ class PromptLoad:
         elif isinstance(loaded, list):
             loaded = _leading([(tokens, result_of(transfer) or NOTHING) for tokens, transfer in loaded])
         end = self.base + loaded.tokens
-        if self._tail is None or end < self._tail_at:
+        if self._tail is None or end < self._whole_tokens:
             return min(end, self._stop), loaded
         tail = result_of(self._tail) or NOTHING
-        end = min(self._from_tail + tail.tokens, self._stop)
+        end = min(self._tail_from + tail.tokens, self._stop)
         by_tier = Counter(loaded.by_tier)
-        by_tier.update({tier: min(tokens, end - self._from_tail) for tier, tokens in tail.by_tier.items()})
-        return end, replace(loaded, tokens=loaded.tokens + end - self._from_tail, by_tier=by_tier)
+        by_tier.update({tier: min(tokens, end - self._tail_from) for tier, tokens in tail.by_tier.items()})
+        return end, replace(loaded, tokens=loaded.tokens + end - self._tail_from, by_tier=by_tier)
 
     @property
-    def _moves(self) -> list[Transfer[Loaded]]:
+    def _transfers(self) -> list[Transfer[Loaded]]:
         transfers = [transfer for _, transfer in self._whole] if isinstance(self._whole, list) else []
         return [*transfers, self._tail] if self._tail is not None else transfers
+
+
+def _start_whole(
+    cache: Cache, hit: Hit, first: int, last: int, pages_of: PagesOf
+) -> list[tuple[int, Transfer[Loaded]]]:
+    """Start the load of chunks [first, last) of a hit; return (number of tokens, transfer) pairs.
+
+    A hit in memory is loaded in two transfers, since each only verifies and unpacks. A hit with states is
+    loaded in one, as only the states after its last token are loaded.
+    """
+    size = hit.chunks.chunk_tokens
+    in_memory = all(cache.tiers[segment.tier].in_memory for segment in hit.plan.segments)
+    middle = (first + last) // 2 if in_memory and not hit.chunks.states else first
+    ranges = [(start, stop) for start, stop in ((first, middle), (middle, last)) if start < stop]
+    return [
+        ((stop - start) * size, cache.load_async(hit.part(start, stop), pages_of(start * size, stop * size)))
+        for start, stop in ranges
+    ]
 
 
 def _leading(loads: Sequence[tuple[int, Loaded]]) -> Loaded:

@@ -1,4 +1,4 @@
-"""Lookup requests of an engine's scheduler to its workers, and the workers' answers: plain data."""
+"""Lookup requests from an engine's scheduler to its workers, and the workers' answers: plain data."""
 
 from __future__ import annotations
 
@@ -21,25 +21,25 @@ class Lora:
         path: folder of its files.
         name: name of the adapter in requests; not part of the keys.
         fused_experts: True if the weights of its experts are one tensor per layer.
-        read_anew: True if the engine reads the files again for each request.
+        load_inplace: True if the engine reads the files again for each request.
     """
 
     number: int
     path: str
     name: str = ""
     fused_experts: bool = False
-    read_anew: bool = False
+    load_inplace: bool = False
 
 
 @dataclass(frozen=True, slots=True)
 class Sequence:
-    """Everything that goes into the keys and differs between requests.
+    """The tokens of a request, and everything else that distinguishes their keys from other requests'.
 
     Args:
         tokens: int32 [T], the ids that stand for the tokens in keys.
         lora: adapter of the request, None for none.
         salt: the request's cache salt, empty for none.
-        rest: what else determines the KV of the unfilled chunk at the end, empty for nothing.
+        rest: digest of what else determines the KV of the unfilled chunk at the end, empty for nothing.
     """
 
     tokens: TokenIds
@@ -54,11 +54,11 @@ class LookupRequest:
 
     Args:
         number: distinguishes the lookups of one request.
-        computed: leading tokens that the engine has computed already.
+        computed: number of leading tokens that the engine has computed already.
         transfer: id of a prefill engine's transfer to wait for; empty for none.
-        computed_there: True if the prefill engine reported that it has computed what it sends.
+        computed_remotely: True if the prefill engine reported that it has computed what it sends.
         documents: further sequences to look up.
-        recomputed: share of the documents' tokens that is recomputed after the load.
+        recomputed_share: share of the documents' tokens that is recomputed after the load.
         policy: request policy; `sequence` is no longer than the policy allows to load.
     """
 
@@ -67,9 +67,9 @@ class LookupRequest:
     sequence: Sequence
     computed: int = 0
     transfer: str = ""
-    computed_there: bool = False
+    computed_remotely: bool = False
     documents: tuple[Sequence, ...] = ()
-    recomputed: float = 0.0
+    recomputed_share: float = 0.0
     policy: RequestPolicy = DEFAULT_REQUEST_POLICY
 
 

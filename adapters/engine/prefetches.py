@@ -1,4 +1,4 @@
-"""Prefetches for queued requests: in their order, while they wait, as far as there is room."""
+"""Prefetches for queued requests, in the order of the requests, as far as there is room."""
 
 from __future__ import annotations
 
@@ -13,42 +13,42 @@ from kvkit.workers import Transfer
 
 
 @dataclass(slots=True)
-class _Wanted:
-    """Chunks [first, last) that a request will hit; `move` is their prefetch, None until there is room."""
+class _Prefetch:
+    """The prefetch of chunks [first, last) of a request's tokens. `transfer` is None until there is room."""
 
     request_id: str
     tokens: TokenIds
-    space: Namespace
+    namespace: Namespace
     first: int
     last: int
-    move: Transfer[Hit] | None = None
+    transfer: Transfer[Hit] | None = None
 
     @property
     def chunks(self) -> int:
-        """Number of chunks that take room: once the prefetch is done, those found; none if it failed."""
-        if self.move is None or not self.move.done():
+        """Number of chunks that take room. A prefetch that is done takes room for the chunks it found."""
+        if self.transfer is None or not self.transfer.done():
             return self.last - self.first
-        return 0 if self.move.exception() is not None else self.move.result().plan.chunks
+        return 0 if self.transfer.exception() is not None else self.transfer.result().plan.chunks
 
 
 class Prefetches:
     """The prefetches of one rank. For the thread that runs steps: nothing here waits.
 
     All prefetches together take at most half of the memory that they fill, so that no request's prefetch
-    displaces an earlier one's. Chunks of a prompt that find no room are not prefetched.
+    displaces an earlier one's. Chunks of a prompt without room are not prefetched.
     """
 
     def __init__(self, cache: Cache) -> None:
         self._cache = cache
-        self._wanted: list[_Wanted] = []
+        self._prefetches: list[_Prefetch] = []
 
-    def add(self, request_id: str, tokens: TokenIds, space: Namespace, computed: int) -> None:
+    def add(self, request_id: str, tokens: TokenIds, namespace: Namespace, computed: int) -> None:
         """Queue a prefetch of the whole chunks of `tokens` (int32 [T]) after the first `computed` tokens."""
-        first, last = computed // space.chunk_tokens, len(tokens) // space.chunk_tokens
+        first, last = computed // namespace.chunk_tokens, len(tokens) // namespace.chunk_tokens
         if first < last:
-            self._wanted.append(_Wanted(request_id, tokens, space, first, last))
+            self._prefetches.append(_Prefetch(request_id, tokens, namespace, first, last))
 
-    def end(self, request_id: str) -> None:
+    def end_request(self, request_id: str) -> None:
         """Stop a request's prefetches; prefetched records stay in memory."""
         self._end(lambda prefetch: prefetch.request_id == request_id)
 
@@ -59,17 +59,17 @@ class Prefetches:
     def start_next(self) -> None:
         """Start the prefetches that have room, in the order of requests."""
         room = self._cache.prefetch_chunks
-        for prefetch in self._wanted:
-            if prefetch.move is None:
+        for prefetch in self._prefetches:
+            if prefetch.transfer is None:
                 if room < 1:
                     return
                 prefetch.last = min(prefetch.last, prefetch.first + room)
-                tokens = prefetch.tokens[: prefetch.last * prefetch.space.chunk_tokens]
-                prefetch.move = self._cache.prefetch(tokens, prefetch.space, first=prefetch.first)
+                tokens = prefetch.tokens[: prefetch.last * prefetch.namespace.chunk_tokens]
+                prefetch.transfer = self._cache.prefetch(tokens, prefetch.namespace, first=prefetch.first)
             room -= prefetch.chunks
 
-    def _end(self, ends: Callable[[_Wanted], bool]) -> None:
-        for prefetch in filter(ends, self._wanted):
-            if prefetch.move is not None:
-                prefetch.move.cancel()
-        self._wanted = [prefetch for prefetch in self._wanted if not ends(prefetch)]
+    def _end(self, ends: Callable[[_Prefetch], bool]) -> None:
+        for prefetch in filter(ends, self._prefetches):
+            if prefetch.transfer is not None:
+                prefetch.transfer.cancel()
+        self._prefetches = [prefetch for prefetch in self._prefetches if not ends(prefetch)]

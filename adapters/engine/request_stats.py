@@ -1,4 +1,4 @@
-"""Hits and stores of each request: one line in the log once the request and its last put are over."""
+"""Hits and stores of each request, logged in one line once the request and its last put are over."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ class _RequestCounts:
         hit: tokens by tier; None before the first load is over.
         stored: tokens by tier.
         in_flight: number of loads and saves in flight.
-        prompt_tokens: None until the request is over.
+        prompt_tokens: tokens of its prompt; None until the request ended.
     """
 
     hit: Mapping[str, int] | None = None
@@ -32,7 +32,7 @@ class RequestStats:
     """Counts of the requests of one rank. Thread-safe: puts end in threads of tiers.
 
     Args:
-        logs: whether to write lines to the log. Only one rank of an engine does.
+        logs: True if lines are logged. Only one rank of an engine does that.
     """
 
     def __init__(self, logs: bool) -> None:
@@ -40,8 +40,8 @@ class RequestStats:
         self._requests: defaultdict[str, _RequestCounts] = defaultdict(_RequestCounts)
         self._lock = threading.Lock()
 
-    def begin(self, request_id: str) -> None:
-        """Note that a load or a save of a request is in flight, until `done`."""
+    def begin_transfer(self, request_id: str) -> None:
+        """Note that a load or a save of a request is in flight, until `end_transfer`."""
         with self._lock:
             self._requests[request_id].in_flight += 1
 
@@ -57,31 +57,31 @@ class RequestStats:
             if request_id in self._requests:  # else its line was logged: its save failed after some puts
                 self._requests[request_id].stored[tier] += tokens
 
-    def done(self, request_id: str) -> None:
+    def end_transfer(self, request_id: str) -> None:
         """Note that a load or a save of a request is over."""
         with self._lock:
             self._requests[request_id].in_flight -= 1
-        self._log_if_over(request_id)
+        self._log_if_complete(request_id)
 
-    def over(self, request_id: str, prompt_tokens: int) -> None:
-        """Note that a request is over: no load or save begins for it any more."""
+    def end_request(self, request_id: str, prompt_tokens: int) -> None:
+        """Note that a request ended: no load or save begins for it any more."""
         with self._lock:
             self._requests[request_id].prompt_tokens = prompt_tokens
-        self._log_if_over(request_id)
+        self._log_if_complete(request_id)
 
-    def _log_if_over(self, request_id: str) -> None:
-        """Write a request's line and forget the request, once it and its transfers are over."""
+    def _log_if_complete(self, request_id: str) -> None:
+        """Log a request's line and forget the request, once it and its transfers are over."""
         with self._lock:
             counts = self._requests.get(request_id)
             if counts is None or counts.in_flight or counts.prompt_tokens is None:
                 return
             del self._requests[request_id]
         if self._logs:
-            hit, stored = _shown(counts.hit or {}), _shown(counts.stored)
+            hit, stored = _by_tier(counts.hit or {}), _by_tier(counts.stored)
             log.info(
                 "%s: of %d prompt tokens hit %s; stored %s", request_id, counts.prompt_tokens, hit, stored
             )
 
 
-def _shown(tokens: Mapping[str, int]) -> str:
+def _by_tier(tokens: Mapping[str, int]) -> str:
     return ", ".join(f"{count} ({tier})" for tier, count in tokens.items() if count) or "none"

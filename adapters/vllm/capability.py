@@ -1,4 +1,4 @@
-"""The worker half of a capability: what a step asks of it, and what it shares with the others of its rank."""
+"""The worker's half of a capability: its hooks in a step, and the context that all halves of a rank share."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ class Wakeups:
             self._changed.notify_all()
 
     def mark_seen(self) -> None:
-        """Note that the thread looks at what earlier wake-ups were for."""
+        """Note that the thread handles all earlier wake-ups now."""
         self._seen = self._count
 
     @property
@@ -57,15 +57,18 @@ class Wakeups:
 
 @dataclass(eq=False)
 class WorkerContext:
-    """What the capabilities of one rank share. For the thread that runs steps.
+    """State that the capabilities of one rank share. For the thread that runs steps.
 
     Args:
         groups: pages of the KV cache, an entry per group of the layout.
-        reports_tiers: whether to report what tiers hold.
+        reports_tiers: True if the worker reports what tiers hold.
 
     Attributes:
         prefill_speed: prompt tokens that the engine computes per second.
         row_speed: rows of blends per second, including the choice of tokens.
+        on_gpu: True if the pages are on a GPU.
+        block_tokens: least common multiple of the groups' block sizes.
+        layers: number of each layer in the layout, by vLLM's name.
         number: number of the step.
         epoch: name of the epoch.
         report: events since the last report to the scheduler.
@@ -102,14 +105,14 @@ class WorkerContext:
     def pages(self, blocks: Tables, base: int, start: int, stop: int) -> list[SequencePages]:
         """Return the pages of tokens [start, stop), per layer group; `blocks` begin with token `base`."""
         return [
-            group.place(blocks[group.table][(start - base) // group.block_tokens :], stop - start)
+            group.sequence_pages(blocks[group.table][(start - base) // group.block_tokens :], stop - start)
             for group in self.groups
         ]
 
-    def start_load(self, task: LoadTask, hit: PromptHit | None, how: LoadMode) -> PromptLoad:
+    def start_load(self, task: LoadTask, hit: PromptHit | None, mode: LoadMode) -> PromptLoad:
         """Start the load of a task from a hit; with "sync", wait for it as `PromptLoad` does."""
-        pages = partial(self.pages, task.blocks, task.start - task.start % self.namespace.chunk_tokens)
-        return PromptLoad(self.cache, hit, task.start, task.stop, pages, how, self.wakeups.notify)
+        pages_of = partial(self.pages, task.blocks, task.start - task.start % self.namespace.chunk_tokens)
+        return PromptLoad(self.cache, hit, task.start, task.stop, pages_of, mode, self.wakeups.notify)
 
     def complete_tokens(self, request_id: str, blocks: Tables, first: int, stop: int) -> int:
         """Return how many leading tokens of [first, stop) have all of their blocks; log if not all have."""
@@ -119,18 +122,17 @@ class WorkerContext:
         return count
 
     def report_names(self, request_id: str, first: int, chunks: Chunks | None) -> None:
-        """Report the names of a request's records from chunk `first` on, if reports state what tiers hold."""
+        """Report the names of a request's records from chunk `first` on, unless `reports_tiers` is false."""
         if not self.reports_tiers or chunks is None:
             return
         if chunks.formats[0].namespace.revision == self.namespace.revision:  # not from before a reset
             names = [tuple(chunks.records(i, i + 1)) for i in range(len(chunks))]
-            named = NamedChunks(self.namespace.rank, self.epoch, request_id, first, names)
-            self.report.named.append(named)
+            self.report.named.append(NamedChunks(self.namespace.rank, self.epoch, request_id, first, names))
 
 
 @dataclass(eq=False, slots=True)
 class FinishedRequests:
-    """Ids of requests for vLLM: what capabilities report at the end of a step.
+    """Ids of requests that capabilities report to vLLM at the end of a step.
 
     Attributes:
         received: their loads or blends are over.
@@ -144,10 +146,11 @@ class FinishedRequests:
 
 
 class Capability:
-    """The worker half of a capability; a step calls its methods in the order in which they stand here.
+    """The worker's half of a capability. A step calls its methods in the order of their definitions here.
 
     By default they do nothing. Only `end_reads`, `wait_for_layer`, `end_writes` and `close` may wait; and,
-    with "sync" loading or sending, `start_loads` and `save`. With drafts, vLLM calls `finish` before `save`.
+    with "sync" loading or sending, `start_loads` and `start_saves`. With drafts, vLLM calls
+    `finish_requests` before `start_saves`.
     """
 
     def end_reads(self) -> None:
@@ -156,8 +159,8 @@ class Capability:
     def begin_epoch(self) -> None:
         """Forget all KV of earlier epochs. `drop_kv` follows."""
 
-    def begin(self, step: StepMetadata) -> None:
-        """Begin a step: start what needs no pages."""
+    def begin_step(self, step: StepMetadata) -> None:
+        """Start the work of a step that needs no pages."""
 
     def start_loads(self, step: StepMetadata) -> None:
         """Start to fill pages."""
@@ -165,17 +168,17 @@ class Capability:
     def wait_for_layer(self, name: str) -> None:
         """Wait until the layer `name` is loaded."""
 
-    def computed(self, name: str) -> None:
+    def layer_computed(self, name: str) -> None:
         """Note that the step has computed the layer `name`."""
 
-    def save(self, step: StepMetadata, ready: Callable[[], object]) -> None:
+    def start_saves(self, step: StepMetadata, ready: Callable[[], object]) -> None:
         """Start to read pages, until `end_reads`; `ready` waits until they hold what the step computes."""
 
     def discard_step(self) -> None:
-        """In place of `save`: what this step computed may depend on tokens that were not loaded."""
+        """Save nothing, in place of `start_saves`: the step may depend on tokens that were not loaded."""
 
-    def finish(self, request_ids: set[str], finished: FinishedRequests) -> None:
-        """Forget requests that vLLM ended, and add to `finished` those that are finished here."""
+    def finish_requests(self, request_ids: set[str], finished: FinishedRequests) -> None:
+        """Forget requests that vLLM ended. Adds to `finished` those whose work is over here."""
 
     def holds_blocks(self, request_id: str) -> bool:
         """Return whether a request's blocks may still be read after it ended."""
@@ -185,7 +188,7 @@ class Capability:
         """Add what happened since the last report to the context's report."""
 
     def drop_kv(self) -> None:
-        """Use no KV any more that was found or computed: weights changed, or pages lose their memory."""
+        """Drop all KV that was found or computed: the weights changed, or the pages lose their memory."""
 
     def end_writes(self) -> None:
         """End all writes to the pages, and wait for those in flight."""

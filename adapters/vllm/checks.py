@@ -1,28 +1,54 @@
-"""Checks of vLLM's configs: refuse engines that kvkit cannot serve, name those that it cannot cache."""
+"""Checks of vLLM's configs: engines that kvkit cannot serve, cannot cache, or can only load for."""
 
 from __future__ import annotations
 
 from collections.abc import Collection
 from typing import Any
 
-from kvkit.adapters.vllm.media import LEAST_TOKENS
+from vllm.v1.kv_cache_interface import KVCacheSpec
+
+from kvkit.adapters.vllm import pages
+from kvkit.adapters.vllm.media import MIN_CHUNK_TOKENS
 from kvkit.adapters.vllm.settings import Settings
 from kvkit.config import Config
 from kvkit.settings import ConfigError
 
 
 def why_uncached(vllm_config: Any, kv_cache_config: Any) -> str:
-    """Return why no KV of this engine can be cached, if vLLM caches none itself; "" if some can.
+    """Return the reason why no KV of this engine can be cached, as vLLM caches none itself; "" if some can.
 
     Such a model needs all tokens of a prompt: vLLM does not start from a hit.
     """
     model = vllm_config.model_config
     if not kv_cache_config.kv_cache_groups:
         return f"{model.model} has no KV cache"
-    pools = getattr(model, "runner_type", "") == "pooling"
-    if pools and not getattr(model, "is_prefix_caching_supported", True):
+    if getattr(model, "runner_type", "") == "pooling" and not getattr(
+        model, "is_prefix_caching_supported", True
+    ):
         return f"vLLM excludes the pooling of {model.model} from prefix caching"
     return ""
+
+
+def reads_slices(
+    vllm_config: Any, specs: list[dict[str, KVCacheSpec]], settings: Settings, config: Config
+) -> bool:
+    """Return whether records hold more heads than a rank has, so that ranks load slices and store nothing.
+
+    Raises:
+        ConfigError: records do, but the engine is to hand off or to blend.
+    """
+    ranks, stages = settings.record_ranks, settings.record_stages
+    heads = pages.rank_heads(vllm_config, specs, ranks, stages)
+    all_specs = (spec for group_specs in specs for spec in group_specs.values())
+    if heads is None or not any(heads.reads_slices(spec) for spec in all_specs):
+        return False
+    for name, value in (("handoff", config.handoff), ("blend", settings.blend)):
+        if value is not None:
+            raise ConfigError(
+                f"record_ranks = {ranks}: this engine's {heads.ranks} ranks have parts of such records, "
+                f"which can be loaded, but not handed off or blended; want {heads.ranks}, or no {name}"
+            )
+    return True
 
 
 def check_arrangement(
@@ -30,24 +56,24 @@ def check_arrangement(
     config: Config,
     vllm_config: Any,
     tables: int,
-    states_run: Collection[bool] = (),
+    running_states: Collection[bool] = (),
 ) -> None:
     """Check that kvkit can serve an engine of these configs.
 
     Args:
         tables: number of KV cache groups.
-        states_run: for each table of states, whether it keeps one state per request (`states.runs`).
+        running_states: for each group of Mamba layers, whether it keeps running states (`state_tables`).
 
     Raises:
         ConfigError: kvkit cannot serve this arrangement, or its settings conflict with vLLM's.
     """
     _check_blocking_loads(settings, vllm_config, tables)
-    _check_states(settings, config, states_run)
+    _check_states(settings, config, running_states)
     _check_parallel(vllm_config)
     media = vllm_config.model_config.multimodal_config
-    if media is not None and config.chunk_tokens < LEAST_TOKENS:
+    if media is not None and config.chunk_tokens < MIN_CHUNK_TOKENS:
         raise ConfigError(
-            f"chunk_tokens = {config.chunk_tokens}: want at least {LEAST_TOKENS} for a model that takes "
+            f"chunk_tokens = {config.chunk_tokens}: want at least {MIN_CHUNK_TOKENS} for a model that takes "
             "images or other media: their digests do not fit into fewer ids"
         )
     _check_role(settings, config, vllm_config)
@@ -71,13 +97,13 @@ def _check_blocking_loads(settings: Settings, vllm_config: Any, tables: int) -> 
         )
 
 
-def _check_states(settings: Settings, config: Config, states_run: Collection[bool]) -> None:
-    """Check what a model with states cannot have."""
+def _check_states(settings: Settings, config: Config, running_states: Collection[bool]) -> None:
+    """Check that no setting is unsupported for a model with states."""
     bits = next(filter(None, (config.precision, *(tier.precision for tier in config.tiers.values()))), None)
     for name, set_to in (("blend", settings.blend), ("precision", bits)):
-        if states_run and set_to is not None:
+        if running_states and set_to is not None:
             raise ConfigError(f"{name}: this model has layers with states, which is unsupported; want none")
-    if config.handoff is not None and config.handoff.sends and any(states_run):
+    if config.handoff is not None and config.handoff.sends and any(running_states):
         raise ConfigError(
             "handoff: vLLM keeps the states at the end of a prompt's last chunk only with its prefix cache; "
             "want enable_prefix_caching"
@@ -85,7 +111,7 @@ def _check_states(settings: Settings, config: Config, states_run: Collection[boo
 
 
 def _check_parallel(vllm_config: Any) -> None:
-    """Check that each rank has whole tokens, and can save them."""
+    """Check that each rank has the KV of whole tokens, and can save it."""
     parallel = vllm_config.parallel_config
     for name in ("decode_context_parallel_size", "prefill_context_parallel_size"):
         size = getattr(parallel, name, 1)

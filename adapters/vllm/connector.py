@@ -1,4 +1,4 @@
-"""kvkit as a KV connector of vLLM: passes vLLM's calls to the scheduler's or the workers' side.
+"""kvkit's KV connector for vLLM: passes vLLM's calls to the scheduler's side or to a worker.
 
 vllm serve MODEL --kv-transfer-config '{"kv_connector": "KVKitConnector", "kv_role": "kv_both",
     "kv_load_failure_policy": "recompute", "kv_connector_extra_config": {"kvkit_config": "kvkit.toml"}}'
@@ -25,16 +25,14 @@ from vllm.v1.request import RequestStatus
 from kvkit.adapters.engine.lookup_request import LookupAnswer, LookupRequest
 from kvkit.adapters.vllm import compat, pages, shutdown, states
 from kvkit.adapters.vllm.blending.page_orders import find_orders
-from kvkit.adapters.vllm.checks import check_arrangement, why_uncached
+from kvkit.adapters.vllm.checks import check_arrangement, reads_slices, why_uncached
 from kvkit.adapters.vllm.identity import lora_settings, rank_namespace
-from kvkit.adapters.vllm.idle import IdleWorker
 from kvkit.adapters.vllm.loras import Loras
-from kvkit.adapters.vllm.record_parts import loads_parts
 from kvkit.adapters.vllm.scheduler_side import SchedulerSide
 from kvkit.adapters.vllm.settings import WHERE, read_settings
 from kvkit.adapters.vllm.stats import PromMetrics, Stats
 from kvkit.adapters.vllm.step import StepMetadata, WorkerReport
-from kvkit.adapters.vllm.worker import Worker
+from kvkit.adapters.vllm.worker import IdleWorker, Worker
 from kvkit.adapters.vllm.written import check_written
 from kvkit.settings import ConfigError
 
@@ -56,10 +54,10 @@ def register() -> None:
 
 def log_as_vllm() -> None:
     """Log to vLLM's handlers at vLLM's level, unless kvkit's or the root logger has handlers already."""
-    ours, theirs = logging.getLogger("kvkit"), logging.getLogger("vllm")
-    if not ours.handlers and not logging.getLogger().handlers:
-        ours.handlers, ours.propagate = list(theirs.handlers), not theirs.handlers
-        ours.setLevel(theirs.level)
+    kvkit_log, vllm_log = logging.getLogger("kvkit"), logging.getLogger("vllm")
+    if not kvkit_log.handlers and not logging.getLogger().handlers:
+        kvkit_log.handlers, kvkit_log.propagate = list(vllm_log.handlers), not vllm_log.handlers
+        kvkit_log.setLevel(vllm_log.level)
 
 
 class KVKitConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]  # vLLM is not typed for mypy
@@ -92,7 +90,7 @@ class KVKitConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]  # 
         check_arrangement(self._settings, self._config, vllm_config, len(blocks), self._states.values())
         if self._settings.blend is not None:
             compat.check("blend")
-        stores = not loads_parts(vllm_config, self._specs, self._settings, self._config)
+        stores = not reads_slices(vllm_config, self._specs, self._settings, self._config)
         events = vllm_config.kv_events_config
         self._sends_events = events is not None and events.enable_kv_cache_events and compat.offered("events")
         if role == KVConnectorRole.WORKER:
@@ -148,12 +146,11 @@ class KVKitConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]  # 
             check_written(compat.attention_layers(self._vllm_config), kv_caches, quantised)
         ranks, stages = self._settings.record_ranks, self._settings.record_stages
         heads = pages.rank_heads(self._vllm_config, self._specs, ranks, stages)
-        pipeline_size = self._vllm_config.parallel_config.pipeline_parallel_size
-        layers = pages.stage_layers(self._specs, stages, pipeline_size)
         parallel = self._vllm_config.parallel_config
+        layers = pages.stage_layers(self._specs, stages, parallel.pipeline_parallel_size)
         first_rank = parallel.data_parallel_index * parallel.world_size
-        limit_s = shutdown.limit_s(self._config, self._vllm_config)
-        update = {"server": self._config.server.of_rank(first_rank), "shutdown_timeout_s": limit_s}
+        timeout_s = shutdown.cache_timeout_s(self._config, self._vllm_config)
+        update = {"server": self._config.server.of_rank(first_rank), "shutdown_timeout_s": timeout_s}
         config = self._config.model_copy(update=update)
         precision = self._config.precision
         orders = find_orders(self._vllm_config, kv_caches, precision) if opaque and precision else None
@@ -161,8 +158,9 @@ class KVKitConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]  # 
             self._specs, kv_caches, blocks, opaque, heads, layers, precision, orders
         )
         if self._states:
-            found = layout, groups
-            layout, groups = pages.add_states(found, self._specs, kv_caches, self._config.chunk_tokens)
+            layout, groups = pages.add_states(
+                (layout, groups), self._specs, kv_caches, self._config.chunk_tokens
+            )
         self._worker = Worker(
             config,
             self._settings,
@@ -206,7 +204,7 @@ class KVKitConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]  # 
     def bind_connector_metadata(self, connector_metadata: StepMetadata) -> None:
         super().bind_connector_metadata(connector_metadata)
         self._step = connector_metadata
-        self._worker.begin(self._step)
+        self._worker.begin_step(self._step)
 
     def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
         self._worker.start_loads(self._step)
@@ -218,14 +216,14 @@ class KVKitConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]  # 
     def save_kv_layer(
         self, layer_name: str, kv_layer: torch.Tensor, attn_metadata: Any, **kwargs: Any
     ) -> None:
-        """Pack KV to hand off; chunks are saved after the forward pass, for all layers at once."""
-        self._worker.computed(layer_name)
+        """Pack KV to hand off. Chunks are saved after the forward pass, for all layers at once."""
+        self._worker.layer_computed(layer_name)
 
     def wait_for_save(self) -> None:
-        self._worker.save(self._step)
+        self._worker.start_saves(self._step)
 
     def get_transfer_results(self, finished_req_ids: set[str]) -> KVConnectorTransferResults:
-        received, failed, sent = self._worker.finish(finished_req_ids)
+        received, failed, sent = self._worker.finish_requests(finished_req_ids)
         # with one KV cache group, failed blocks are reported instead: vLLM keeps the blocks before them
         single_group = len(self._kv_cache_config.kv_cache_groups) == 1
         return KVConnectorTransferResults(
@@ -316,7 +314,7 @@ class KVKitConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]  # 
         self._scheduler_side.epochs.own_cache_reset()
 
     def has_pending_push_work(self) -> bool:
-        """Return whether vLLM must run a step even without requests: steps announce resets to the workers."""
+        """Return whether vLLM must run a step even without requests: one announces a reset to the workers."""
         return self._scheduler_side.scheduler.has_pending_reset
 
     @classmethod

@@ -9,7 +9,7 @@ from typing import Any
 from kvkit.adapters.engine.lookup_request import LookupAnswer, LookupRequest, Lora, Sequence
 from kvkit.adapters.vllm import compat, params
 from kvkit.adapters.vllm.events import Events
-from kvkit.adapters.vllm.media import Media, identity
+from kvkit.adapters.vllm.media import Media, ids_in_keys
 from kvkit.adapters.vllm.params import HandoffUnavailable, RemoteDecode, RemotePrefill
 from kvkit.adapters.vllm.settings import WHERE, Settings
 from kvkit.adapters.vllm.stats import Refusals
@@ -25,7 +25,7 @@ class VllmEngine:
     """One engine's requests and blocks: a `kvkit.adapters.vllm.planner.EngineView`.
 
     Args:
-        caches: whether any KV of this engine can be cached.
+        caches: True if any KV of this engine can be cached.
         events: receives the chunks whose records workers will name; None: the engine sends no events.
 
     Attributes:
@@ -47,7 +47,7 @@ class VllmEngine:
 
     def sequence(self, request: Any, tokens: int) -> Sequence | None:
         """Return the first `tokens` tokens of vLLM's request; None if their KV cannot be cached."""
-        media = self._media.of(request)
+        media = self._media.of_request(request)
         if not self._caches or request.prompt_embeds is not None or media is None:
             return None
         lora = request.lora_request and Lora(
@@ -57,12 +57,12 @@ class VllmEngine:
             request.lora_request.is_3d_lora_weight,
             request.lora_request.load_inplace,
         )
-        ids, rest = identity(request.all_token_ids[:tokens], media, chunk_tokens=self._config.chunk_tokens)
+        ids, rest = ids_in_keys(request.all_token_ids[:tokens], media, chunk_tokens=self._config.chunk_tokens)
         return Sequence(ids, lora, request.cache_salt or "", rest)
 
     def note_media(self, request: Any) -> None:
-        """Note the media of a request before vLLM computes it, even if nothing of it is looked up."""
-        self._media.of(request)
+        """Note the media of a request before vLLM computes it, even if the request is not looked up."""
+        self._media.of_request(request)
 
     def cached_tokens(self, request: Any) -> int:
         return compat.computed_tokens(self.kv_cache_manager, request)
@@ -87,13 +87,13 @@ class VllmEngine:
         value = (request.kv_transfer_params or {}).get(requests.FIELD)
         if value is None:
             return DEFAULT_REQUEST_POLICY
-        where, limits = f"{params.WHERE}.{requests.FIELD}", f"{WHERE}.requests"
+        field, limits = f"{params.WHERE}.{requests.FIELD}", f"{WHERE}.requests"
         try:
-            return requests.read(value, self._settings.requests, where, limits)
+            return requests.read(value, self._settings.requests, field, limits)
         except ConfigError as error:
-            unstored = isinstance(value, dict) and value.get("store") is False
+            is_unstored = isinstance(value, dict) and value.get("store") is False
             log.warning("%s: kv_cache is ignored, except store = false: %s", request.request_id, error)
-            return RequestPolicy(store_to=()) if unstored else DEFAULT_REQUEST_POLICY
+            return RequestPolicy(store_to=()) if is_unstored else DEFAULT_REQUEST_POLICY
 
     def lookup_inline(self, lookup: LookupRequest) -> LookupAnswer | None:
         """Ask the worker at once if it is the only one and in this process; otherwise return None."""
@@ -113,7 +113,7 @@ class VllmEngine:
         return compat.keeps_cached_blocks(self.kv_cache_manager)
 
     def encode(self, text: str) -> list[int]:
-        """Return the token ids of a mark."""
+        """Return the token ids of `text`, a mark before or after a document."""
         tokenizer = compat.find("cached_tokenizer_from_config")(self._vllm_config.model_config)
         ids: list[int] = tokenizer.encode(text, add_special_tokens=False)
         return ids

@@ -15,7 +15,7 @@ log = logging.getLogger(__name__)
 
 
 class Epochs:
-    """Begins epochs of the scheduler's side. KV of earlier epochs is not found any more."""
+    """The epochs of the scheduler's side. KV of earlier epochs is not found any more."""
 
     def __init__(self, scheduler: Scheduler, engine: VllmEngine, events: Events | None) -> None:
         self._scheduler, self._engine, self._events = scheduler, engine, events
@@ -35,7 +35,7 @@ class Epochs:
     def reset(self) -> None:
         """Begin an epoch, so that KV stored before is not found.
 
-        If the weights got a version since KV was last computed, its epoch stays: its KV is of these weights.
+        If the weights got a version and no KV was computed since, the version's epoch stays: its KV is valid.
         """
         self._begin(self._scheduler.epoch if self._version_is_new else uuid.uuid4().hex)
 
@@ -60,7 +60,7 @@ class Epochs:
             )
 
     def _begin(self, epoch: str, shared: bool = False) -> None:
-        """Begin an epoch. `shared`: other engines may have stored KV in it."""
+        """Begin an epoch. `shared`: True if other engines may have stored KV in it."""
         self._scheduler.begin_epoch(epoch, self._engine.keeps_cached_blocks())
         if self._events is not None:
             self._events.begin_epoch(epoch, complete=not shared)

@@ -194,7 +194,7 @@ class Events:
             if chunk.names.get(listed.rank) != listed_chunk.names:
                 self._rename(chunk, listed.rank, listed_chunk.names)
         self._bound()
-        if listed.is_all:
+        if listed.is_complete:
             self._all_listed.add(listed.rank)
         if len(self._all_listed) == self.ranks and not self._complete:
             self._listed.clear()

@@ -71,7 +71,7 @@ class Loras:
         Reads the adapter's files if vLLM does not have it in memory, or will read it again.
         """
         in_memory = self._manager is not None and lora.number in self._manager.list_adapters()
-        held = self._loaded.get(lora.number) if in_memory and not lora.read_anew else self._held(lora.path)
+        held = self._loaded.get(lora.number) if in_memory and not lora.load_inplace else self._held(lora.path)
         named = self._named_as(lora.path, held)
         return None if named is None else f"{named}/{self._settings}" + ("/3d" if lora.fused_experts else "")
 

@@ -1,4 +1,4 @@
-"""Ids that stand for a request's tokens in keys; media count by their contents, not by their names."""
+"""Ids that stand for a request's tokens in keys; media count by content, not by name."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ from kvkit.format.keys import as_tokens
 
 log = logging.getLogger(__name__)
 
-LEAST_TOKENS = 16
+MIN_CHUNK_TOKENS = 16
 """Minimum number of tokens of a chunk with media: its ids have room for a digest of 496 bits."""
-KEPT = 65_536
+MAX_REMEMBERED = 65_536
 """Maximum number of media identifiers that are remembered with their digests; the oldest are dropped."""
 
 
-def identity(
+def ids_in_keys(
     tokens: Sequence[int], media: Iterable[tuple[str, int, int]] = (), *, chunk_tokens: int
 ) -> tuple[TokenIds, str]:
     """Return the ids that stand for `tokens` in keys, and a digest for an unfilled chunk with media.
@@ -37,7 +37,7 @@ def identity(
     Args:
         tokens: token ids [T].
         media: (digest, offset, length) of each medium; those after T do not count.
-        chunk_tokens: tokens per chunk, at least `LEAST_TOKENS`.
+        chunk_tokens: tokens per chunk, at least `MIN_CHUNK_TOKENS`.
 
     Returns:
         ids int32 [T], and the digest of the unfilled last chunk in 32 hex digits if part of a medium is in
@@ -71,7 +71,7 @@ class Media:
         self._digests: OrderedDict[str, str | None] = OrderedDict()
         self._known: WeakKeyDictionary[Any, list[tuple[str, int, int] | None]] = WeakKeyDictionary()
 
-    def of(self, request: Any) -> list[tuple[str, int, int]] | None:
+    def of_request(self, request: Any) -> list[tuple[str, int, int]] | None:
         """Return (digest, offset, length) of each medium of vLLM's request; None if a digest is unknown.
 
         Call it for every request before vLLM computes anything for it. Remembers the digests.
@@ -80,19 +80,19 @@ class Media:
             return []
         known = self._known.setdefault(request, [])
         for feature in request.mm_features[len(known) :]:  # a session may get more of them
-            digest = self._note(feature)
+            digest = self._note_digest(feature)
             position = feature.mm_position
             known.append(None if digest is None else (digest, position.offset, position.length))
         return None if None in known else [entry for entry in known if entry is not None]
 
-    def _note(self, feature: Any) -> str | None:
+    def _note_digest(self, feature: Any) -> str | None:
         """Return a medium's digest; None if its data is not here, or its identifier had another digest."""
         digest = _digest(feature)
         if digest is None:
             log.info("%s: its contents are not known here, so its request is not cached", feature.identifier)
         named = self._digests.setdefault(feature.identifier, digest)
         self._digests.move_to_end(feature.identifier)
-        if len(self._digests) > KEPT:
+        if len(self._digests) > MAX_REMEMBERED:
             self._digests.popitem(last=False)
         if named != digest and named is not None:
             log.warning("%s: it stood for other contents before: not cached any more", feature.identifier)

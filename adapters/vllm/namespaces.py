@@ -34,8 +34,8 @@ class Namespaces:
         self._adapters: dict[str, str] = {}  # identities, by the adapters' names in requests
         self.stale = self.asleep = False
 
-    def begin(self, epoch: str) -> None:
-        """Begin the namespace of an epoch, apart from those of other epochs. Mutates."""
+    def begin_epoch(self, epoch: str) -> None:
+        """Begin the namespace of an epoch. It differs from those of other epochs."""
         self.current = replace(self._base, revision=f"{self._base.revision}#{epoch}")
         self.stale = False
 
@@ -45,12 +45,12 @@ class Namespaces:
             return None
         if sequence.lora is None:
             return replace(self.current, salt=sequence.salt)
-        known = None if self._loras is None else self._loras.identity(sequence.lora)
-        if known is None:
+        adapter = None if self._loras is None else self._loras.identity(sequence.lora)
+        if adapter is None:
             self._adapters.pop(sequence.lora.name, None)
             return None
-        self._adapters[sequence.lora.name] = known
-        return replace(self.current, lora=known, salt=sequence.salt)
+        self._adapters[sequence.lora.name] = adapter
+        return replace(self.current, lora=adapter, salt=sequence.salt)
 
     def named(self, model: str | None, salt: str) -> Namespace:
         """Return the namespace of requests with this model name (None: the base model) and cache salt.

@@ -50,36 +50,37 @@ class RankHeads:
     record_ranks: int
     per_host: int = 1
 
-    def held(self, spec: KVCacheSpec) -> int:
+    def held_heads(self, spec: KVCacheSpec) -> int:
         """Return the number of a layer's heads that the rank has."""
-        return len(self._heads(spec))
+        return len(self._rank_heads(spec))
 
-    def reads_parts(self, spec: KVCacheSpec) -> bool:
+    def reads_slices(self, spec: KVCacheSpec) -> bool:
         """Return whether records hold more heads of a layer than the rank has.
 
         Such a rank reads slices of records and stores none.
         """
-        return self.held(spec) < self._all(spec) // min(self.record_ranks, self._all(spec))
+        heads = self._model_heads(spec)
+        return self.held_heads(spec) < heads // min(self.record_ranks, heads)
 
-    def copies(self, specs: Iterable[KVCacheSpec]) -> tuple[int, int]:
+    def record_copies(self, specs: Iterable[KVCacheSpec]) -> tuple[int, int]:
         """Return this rank's index among the ranks of its host with the same records, and their number.
 
         "Same records" means those of all `specs`.
         """
-        size = min(max(1, self.ranks // min(self.record_ranks, self._all(spec))) for spec in specs)
+        size = min(max(1, self.ranks // min(self.record_ranks, self._model_heads(spec))) for spec in specs)
         size = math.gcd(size, self.per_host)
         return self.rank % size, size
 
-    def parts(self, form: LayerGroup, spec: KVCacheSpec) -> list[LayerGroup]:
-        """Divide a layer's heads into parts; each part has its own records.
+    def record_groups(self, layer: LayerGroup, spec: KVCacheSpec) -> list[LayerGroup]:
+        """Divide a layer's heads into layer groups, each with its own records.
 
         Args:
-            form: the layer, with all heads of the rank.
+            layer: the layer, with all heads of the rank.
 
         Raises:
             ConfigError: the rank's heads neither divide into such records nor are an equal part of one.
         """
-        heads, held = self._all(spec), self.held(spec)
+        heads, held = self._model_heads(spec), self.held_heads(spec)
         records = min(self.record_ranks, heads)
         record_heads = heads // records
         if heads % records or (held % record_heads and record_heads % held):
@@ -88,24 +89,24 @@ class RankHeads:
                 f"record_ranks = {self.record_ranks}: this engine's {self.ranks} ranks have {held} KV heads "
                 f"each of the model's {heads}; want one of {', '.join(map(str, sizes))}"
             )
-        page = form.page_bytes and form.page_bytes * record_heads // held
-        firsts = dict.fromkeys(head // record_heads * record_heads for head in self._heads(spec))
+        page_bytes = layer.page_bytes and layer.page_bytes * record_heads // held
+        firsts = dict.fromkeys(head // record_heads * record_heads for head in self._rank_heads(spec))
         return [
-            replace(form, kv_heads=record_heads, page_bytes=page, first_head=first, model_heads=heads)
+            replace(layer, kv_heads=record_heads, page_bytes=page_bytes, first_head=first, model_heads=heads)
             for first in firsts
         ]
 
-    def within(self, part: LayerGroup, spec: KVCacheSpec) -> tuple[range, range]:
-        """Return the rank's heads in one of its `parts`: indices into the rank's and the record's heads."""
-        held, start = self._heads(spec), part.first_head
-        common = range(max(held.start, start), min(held.stop, start + part.kv_heads))
+    def common_heads(self, record_group: LayerGroup, spec: KVCacheSpec) -> tuple[range, range]:
+        """Return the rank's heads in one of its `record_groups`: indices into the rank's and the record's."""
+        held, start = self._rank_heads(spec), record_group.first_head
+        common = range(max(held.start, start), min(held.stop, start + record_group.kv_heads))
         in_rank, in_record = (range(common.start - n, common.stop - n) for n in (held.start, start))
         return in_rank, in_record
 
-    def _heads(self, spec: KVCacheSpec) -> range:
-        return heads_of(self._all(spec), self.rank, self.ranks)
+    def _rank_heads(self, spec: KVCacheSpec) -> range:
+        return heads_of(self._model_heads(spec), self.rank, self.ranks)
 
-    def _all(self, spec: KVCacheSpec) -> int:
+    def _model_heads(self, spec: KVCacheSpec) -> int:
         return 1 if isinstance(spec, MLAAttentionSpec) else self.model
 
 
@@ -121,38 +122,38 @@ class StageLayers:
     stages: Sequence[Sequence[Mapping[str, KVCacheSpec]]]
     record_stages: int
 
-    def parts(self, table: int, names: Sequence[str]) -> tuple[list[str], list[range]]:
-        """Return the model's layers of one form, in order, and the index range of each record of this stage.
+    def record_ranges(self, table: int, names: Sequence[str]) -> tuple[list[str], list[range]]:
+        """Return the model's layers with one spec, in order, and the index ranges of this stage's records.
 
         Args:
-            table: number of vLLM's KV cache group.
-            names: names of this stage's layers of that form.
+            table: index of vLLM's KV cache group.
+            names: names of this stage's layers with that spec.
 
         Raises:
             ConfigError: the layers of some stage do not divide into such records.
         """
-        of_stages = [stage[table] for stage in self.stages]
-        spec = next(specs[names[0]] for specs in of_stages if names[0] in specs)
-        alike = [[name for name in specs if specs[name] == spec] for specs in of_stages]
-        all_names = sorted(itertools.chain(*alike), key=layer_order)
+        stage_specs = [stage[table] for stage in self.stages]
+        spec = next(specs[names[0]] for specs in stage_specs if names[0] in specs)
+        stage_names = [[name for name in specs if specs[name] == spec] for specs in stage_specs]
+        all_names = sorted(itertools.chain(*stage_names), key=layer_order)
         total, first = len(all_names), all_names.index(names[0])
         setting = f"record_stages = {self.record_stages}"
         owned = range(first, first + len(names))
-        if all_names[owned.start : owned.stop] != list(names) or not all(alike):
+        if all_names[owned.start : owned.stop] != list(names) or not all(stage_names):
             raise ConfigError(
-                f"{setting}: layers like {names[0]} are not in all stages in the same form; want none"
+                f"{setting}: layers like {names[0]} do not have the same spec in all stages; want none"
             )
-        ends = list(itertools.accumulate(map(len, alike)))
-        fits = [n for n in divisors(total) if not any(end % (total // n) for end in ends)]
+        ends = list(itertools.accumulate(map(len, stage_names)))
+        choices = [n for n in divisors(total) if not any(end % (total // n) for end in ends)]
         records = min(self.record_stages, total)
-        if records not in fits:
-            counts = ", ".join(str(len(layers)) for layers in alike)
+        if records not in choices:
+            counts = ", ".join(str(len(layers)) for layers in stage_names)
             raise ConfigError(
                 f"{setting}: the stages have {counts} of the {total} layers like {names[0]}; "
-                f"want one of {', '.join(map(str, fits))}"
+                f"want one of {', '.join(map(str, choices))}"
             )
         record_layers = total // records
-        return all_names, [range(at, at + record_layers) for at in owned[::record_layers]]
+        return all_names, [range(start, start + record_layers) for start in owned[::record_layers]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -160,7 +161,7 @@ class GroupPages:
     """The pages of one kvkit layer group.
 
     Args:
-        table: number of the group's block table in vLLM.
+        table: index of the group's block table in vLLM.
         block_tokens: tokens of a block of that table; for states, tokens of a chunk.
         ratio: kernel blocks per block of that table.
         pages: pages of the kernel's blocks; of vLLM's blocks if opaque.
@@ -175,7 +176,7 @@ class GroupPages:
     names: tuple[str, ...]
     spec: KVCacheSpec
 
-    def place(self, blocks: Sequence[int], tokens: int) -> SequencePages:
+    def sequence_pages(self, blocks: Sequence[int], tokens: int) -> SequencePages:
         """Return the pages of `tokens` tokens from the first of `blocks` on.
 
         Tokens beyond the last of `blocks` have block id -1 (missing).
@@ -185,8 +186,8 @@ class GroupPages:
         split = ids[:, None] * self.ratio + np.arange(self.ratio)  # -1 stays negative
         return SequencePages(self.pages, blocks=split.reshape(-1))
 
-    def has(self, blocks: Sequence[int], start: int, first: int, stop: int) -> bool:
-        """Return whether `blocks` hold every token of [first, stop) that tokens from `stop` on attend to.
+    def has_attended(self, blocks: Sequence[int], start: int, first: int, stop: int) -> bool:
+        """Return whether `blocks` hold every token of [first, stop) that later tokens attend to.
 
         Args:
             start: first token of the first block.
@@ -270,14 +271,14 @@ def rank_heads(
     per_host = ranks_per_host(parallel)
     heads = RankHeads(model.get_total_num_kv_heads(), rank, ranks, record_ranks or ranks, per_host)
     specs: list[tuple[str, Any]] = [item for group in groups for item in group.items()]
-    other = [n for n, spec in specs if isinstance(spec, MambaSpec) or spec.num_heads != heads.held(spec)]
+    other = [n for n, s in specs if isinstance(s, MambaSpec) or s.num_heads != heads.held_heads(s)]
     if (parallel.world_size == ranks or record_stages is not None) and not other:
         return heads
     has_states = any(isinstance(spec, MambaSpec) for _, spec in specs)
-    what = "a state" if has_states else "another number of KV heads than the model"
+    reason = "a state" if has_states else "another number of KV heads than the model"
     for name, value in (("record_ranks", record_ranks), ("record_stages", record_stages)):
         if value is not None and other:
-            raise ConfigError(f"{name} = {value}: layer {other[0]} has {what}; want none")
+            raise ConfigError(f"{name} = {value}: layer {other[0]} has {reason}; want none")
         if value is not None:
             raise ConfigError(f"{name} = {value}: it is a pipeline; want none, or record_stages, too")
     return None
@@ -324,7 +325,7 @@ def check_chunks(chunk_tokens: int, tables: Sequence[KVCacheSpec]) -> tuple[int,
             of chunks.
     """
     sizes = tuple(
-        states.table_tokens(spec, chunk_tokens) if isinstance(spec, MambaSpec) else spec.block_size
+        states.state_block_tokens(spec, chunk_tokens) if isinstance(spec, MambaSpec) else spec.block_size
         for spec in tables
     )
     if any(chunk_tokens % size for size in sizes):
@@ -379,14 +380,14 @@ def complete_tokens(
     """
     for begin in range(first, stop, chunk_tokens):
         end = min(begin + chunk_tokens, stop)
-        if not all(group.has(tables[group.table], first, begin, end) for group in groups):
+        if not all(group.has_attended(tables[group.table], first, begin, end) for group in groups):
             return begin - first
     return stop - first
 
 
 @dataclass(frozen=True, slots=True)
 class _Grouping:
-    """Steps of `group_pages`, with its arguments. `numbers`: the layers' numbers in the model, by name."""
+    """Arguments of `group_pages`, and its steps. `numbers`: the layers' numbers in the model, by name."""
 
     tensors: Mapping[str, torch.Tensor]
     numbers: Mapping[str, int]
@@ -397,14 +398,14 @@ class _Grouping:
     precision: Precision | None
     orders: Mapping[str, PageOrder] | None
 
-    def forms(self, specs: Mapping[str, KVCacheSpec]) -> dict[tuple[LayerGroup, int], list[str]]:
-        """Return the names of a table's layers by their form and number of kernel blocks per block."""
+    def layers_by_group(self, specs: Mapping[str, KVCacheSpec]) -> dict[tuple[LayerGroup, int], list[str]]:
+        """Return the names of a table's layers, by `_layer_group` and number of kernel blocks per block."""
         names_by_group: dict[tuple[LayerGroup, int], list[str]] = {}
         for name in sorted(specs, key=layer_order):
             if isinstance(specs[name], MambaSpec):
                 continue
             tensor, order = self.tensors[name], None if self.orders is None else self.orders[name]
-            layer_group = _form(specs[name], tensor, self.blocks, self.opaque, order)
+            layer_group = _layer_group(specs[name], tensor, self.blocks, self.opaque, order)
             try:
                 layer_group = replace(layer_group, precision=self.precision)
             except LayoutError as error:
@@ -412,19 +413,20 @@ class _Grouping:
             names_by_group.setdefault((layer_group, tensor.shape[0] // self.blocks), []).append(name)
         return names_by_group
 
-    def groups(
+    def record_pages(
         self, table: int, spec: Any, layer_group: LayerGroup, ratio: int, names: list[str]
     ) -> Iterator[GroupPages]:
-        """Yield a layer group per record that layers of one form are divided into."""
+        """Yield the pages of each record that layers of one layer group are divided into."""
         all_names, ranges = names, [range(len(names))]
         if self.stages is not None:
-            all_names, ranges = self.stages.parts(table, names)
+            all_names, ranges = self.stages.record_ranges(table, names)
         layers = tuple(self.numbers[name] for name in all_names)
         layer_group = replace(layer_group, layers=layers)
-        record_groups, ratio, all_tensors = self._parts(spec, layer_group, ratio, names)
+        record_groups, ratio, all_tensors = self._divide_heads(spec, layer_group, ratio, names)
         for record_group, layer_range in itertools.product(record_groups, ranges):
-            all_heads = range(record_group.kv_heads), range(record_group.kv_heads)
-            in_rank, in_record = all_heads if self.heads is None else self.heads.within(record_group, spec)
+            in_rank = in_record = range(record_group.kv_heads)
+            if self.heads is not None:
+                in_rank, in_record = self.heads.common_heads(record_group, spec)
             begin = layer_range.start - ranges[0].start
             tensors = all_tensors[begin : begin + len(layer_range)]
             if len(record_groups) > 1:
@@ -439,24 +441,24 @@ class _Grouping:
             pages = Pages.of(record_group, tensors, order, in_record)
             yield GroupPages(table, spec.block_size, ratio, pages, layer_names, spec)
 
-    def _parts(
+    def _divide_heads(
         self, spec: Any, layer_group: LayerGroup, ratio: int, names: list[str]
     ) -> tuple[list[LayerGroup], int, list[torch.Tensor]]:
-        """Divide the heads of layers of one form into records.
+        """Divide the heads of layers of one layer group into records.
 
         Returns:
             The layer group of each record, ignoring stages; the number of its pages per block of the table;
             and the layers' tensors, whose first dimension counts such pages.
         """
         tensors = [self.tensors[name] for name in names]
-        record_groups = [layer_group] if self.heads is None else self.heads.parts(layer_group, spec)
-        reads_parts = self.heads is not None and self.heads.reads_parts(spec)
+        record_groups = [layer_group] if self.heads is None else self.heads.record_groups(layer_group, spec)
+        reads_slices = self.heads is not None and self.heads.reads_slices(spec)
         if not layer_group.opaque:
             return record_groups, ratio, tensors
-        if record_groups[0].head_shards == 1 and not reads_parts:
+        if record_groups[0].head_shards == 1 and not reads_slices:
             return record_groups, 1, [tensor.view(self.blocks, -1, *tensor.shape[1:]) for tensor in tensors]
         # heads are contiguous within a kernel block, but not within one of vLLM's
-        if (len(record_groups) > 1 or reads_parts) and not self.opaque:
+        if (len(record_groups) > 1 or reads_slices) and not self.opaque:
             raise ConfigError(
                 f"record_ranks: the pages of layer {names[0]} cannot be divided into heads, as its "
                 "attention backend packs K and V in its own order; want none"
@@ -487,8 +489,8 @@ def group_pages(
 ) -> tuple[KVLayout, list[GroupPages]]:
     """Return the layout of vLLM's KV cache, and the pages of its layer groups in the layout's order.
 
-    Layers of one form and one KV cache group of vLLM make up a layer group. With `heads` or `stages`, each
-    record that the heads and layers are divided into has a layer group.
+    Layers of the same shape, dtype and KV cache group of vLLM make up a layer group. With `heads` or
+    `stages`, each record that the heads and layers are divided into has a layer group.
 
     Args:
         tensors: [B, H, N, C] by layer name. B counts the kernel's blocks; C has K and V side by side.
@@ -496,28 +498,28 @@ def group_pages(
         opaque: whether every block is opaque, as on a CPU: the order of K in it depends on the instruction
             set. A head's K and V are neighbours there.
         heads: the rank's share of the model's heads; None: unknown.
-        stages: layers of all pipeline stages; None: `groups` are all layers, and a record holds all of one
-            form.
+        stages: layers of all pipeline stages; None: `groups` are all layers, and a record holds all layers
+            of a layer group.
         precision: precision of the records.
         orders: positions of K and V in the kernel's blocks, by layer name. With them, blocks are not opaque.
 
     Raises:
         ConfigError: heads or layers cannot be divided as requested, or KV cannot be kept in fewer bits.
     """
-    everywhere = [groups] if stages is None else stages.stages
-    names = sorted((name for stage in everywhere for specs in stage for name in specs), key=layer_order)
+    all_stages = [groups] if stages is None else stages.stages
+    names = sorted((name for stage in all_stages for specs in stage for name in specs), key=layer_order)
     numbers = {name: i for i, name in enumerate(names)}
     grouping = _Grouping(tensors, numbers, blocks, opaque, heads, stages, precision, orders)
-    found = [
+    pages = [
         group
         for table, specs in enumerate(groups)
-        for (layer_group, ratio), alike in grouping.forms(specs).items()
-        for group in grouping.groups(table, specs[alike[0]], layer_group, ratio, alike)
+        for (layer_group, ratio), layers in grouping.layers_by_group(specs).items()
+        for group in grouping.record_pages(table, specs[layers[0]], layer_group, ratio, layers)
     ]
     # sorted by the model's layers, so that all stages have the same order of arrays
-    found.sort(key=lambda e: (e.pages.group.all_layers, e.pages.group.layers, e.pages.group.first_head))
-    share = (0, 1) if heads is None else heads.copies(entry.spec for entry in found)
-    return KVLayout(tuple(entry.pages.group for entry in found), *share), found
+    pages.sort(key=lambda e: (e.pages.group.all_layers, e.pages.group.layers, e.pages.group.first_head))
+    copies = (0, 1) if heads is None else heads.record_copies(entry.spec for entry in pages)
+    return KVLayout(tuple(entry.pages.group for entry in pages), *copies), pages
 
 
 def add_states(
@@ -543,9 +545,10 @@ def add_states(
         names_by_group: dict[LayerGroup, list[str]] = {}
         for name in sorted(specs, key=layer_order):
             if isinstance(spec := specs[name], MambaSpec):
-                names_by_group.setdefault(states.form_of(spec, tensors[name], chunk_tokens), []).append(name)
-        for layer_group, alike in names_by_group.items():
-            for layer_names in divide(alike, layer_group.block_bytes, record_bytes):
+                layer_group = states.layer_group(spec, tensors[name], chunk_tokens)
+                names_by_group.setdefault(layer_group, []).append(name)
+        for layer_group, group_names in names_by_group.items():
+            for layer_names in divide(group_names, layer_group.block_bytes, record_bytes):
                 group = replace(layer_group, layers=tuple(names.index(name) for name in layer_names))
                 state_pages = Pages.of(group, [tensors[name] for name in layer_names])
                 added.append(
@@ -554,8 +557,10 @@ def add_states(
     return replace(layout, groups=(*layout.groups, *(entry.pages.group for entry in added))), pages + added
 
 
-def _form(spec: Any, tensor: torch.Tensor, blocks: int, opaque: bool, order: PageOrder | None) -> LayerGroup:
-    """Return the form of a single layer, as layer 0; opaque if the backend packs K and V in its own way."""
+def _layer_group(
+    spec: Any, tensor: torch.Tensor, blocks: int, opaque: bool, order: PageOrder | None
+) -> LayerGroup:
+    """Return the layer group of a single layer, as layer 0; opaque if the backend packs K and V itself."""
     window = spec.sliding_window if isinstance(spec, SlidingWindowSpec) else None
     if order is not None:
         heads, tokens, k_size = order.k.shape

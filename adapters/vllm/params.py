@@ -38,7 +38,7 @@ class RemoteDecode:
 class RemotePrefill:
     """A request whose KV arrives as the transfer `transfer`.
 
-    `computed`: whether the prefill engine has already answered, so that all of the KV is computed.
+    `computed`: True if the prefill engine has already answered, so that all of the KV is computed.
     """
 
     transfer: str
@@ -65,7 +65,7 @@ def read_for(
 
 
 def read(params: Mapping[str, Any] | None, peers: Mapping[str, str]) -> RemoteDecode | RemotePrefill | None:
-    """Return the handoff that a request's parameters ask for, or None.
+    """Return the handoff that a request's parameters ask for; None if they ask for none.
 
     Args:
         peers: configured addresses by name. `handoff` may be one of the names; it may be left out if there
@@ -109,7 +109,9 @@ def _address(value: object, peers: Mapping[str, str]) -> str:
     if value is None and len(peers) == 1:
         (value,) = peers
     if value is None:
-        raise ConfigError(f"{WHERE}.handoff: where to send is not said; the peers are {choices}")
+        raise ConfigError(
+            f"{WHERE}.handoff: want the decode engine's address or a peer's name; the peers are {choices}"
+        )
     if not isinstance(value, str):
         raise ConfigError(f"{WHERE}.handoff = {value!r}: want an address or a peer's name")
     if value not in peers and "://" not in value:

@@ -135,7 +135,7 @@ class PendingLookup:
         """Return an answer with the tokens that every rank can load.
 
         Args:
-            same_length: True if nothing can be loaded unless all ranks found equally many tokens (with states).
+            same_length: True if nothing can be loaded unless all ranks found equally many tokens.
         """
         answers = self.answers.values()
         minimum = min(answers, key=lambda answer: (answer.tokens, answer.rank))
@@ -238,6 +238,9 @@ class Planner:
     `Scheduler` calls each hook of all planners in turn. A hook mutates the planner and the request's state,
     and does nothing unless the capability overrides it.
     """
+
+    def __init__(self, config: SchedulerConfig, engine: EngineView) -> None:
+        self._config, self._engine = config, engine
 
     def on_new_request(self, state: RequestState) -> None:
         """Begin a request."""

@@ -35,10 +35,10 @@ log = logging.getLogger(__name__)
 
 
 class Scheduler:
-    """The requests of one engine. Not thread-safe, like vLLM's.
+    """The requests of one engine. Not thread-safe, like vLLM's scheduler.
 
-    Methods have the names of vLLM's connector where it calls them. Arguments named `request` are vLLM's
-    `Request`. What capabilities do for a request and a step is in their planners; here is what they share.
+    Methods that vLLM's connector calls have its names. Arguments named `request` are vLLM's `Request`. The
+    planners of capabilities plan the tasks of a step; this class decides what they share.
 
     Attributes:
         private: keeps blocks of approximate KV to their request; None: no KV is approximate.
@@ -71,11 +71,11 @@ class Scheduler:
 
     @property
     def has_pending_reset(self) -> bool:
-        """True if the workers do not know the current epoch yet. They have to learn it at once."""
+        """True if no step has announced the current epoch to the workers yet."""
         return self.epoch != self._announced_epoch
 
     def on_new_request(self, request: Any) -> None:
-        """Queue a new request. It may be long until vLLM asks for its matched tokens."""
+        """Queue a new request for prefetches. vLLM may ask much later for its matched tokens."""
         self._prefetches.enqueue(self._state(request))
 
     def get_num_new_matched_tokens(self, request: Any, computed: int) -> tuple[int | None, bool]:
@@ -85,11 +85,11 @@ class Scheduler:
         """
         state = self._state(request)
         state.epoch, state.computed = self.epoch, computed
-        self._prefetches.enqueue(state)  # a preempted one is queued again
-        self._allocations.remove(request.request_id)  # vLLM only asks about requests without blocks
+        self._prefetches.enqueue(state)  # again, if the request was preempted
+        self._allocations.remove(request.request_id)  # vLLM asks only for requests without blocks
         if state.no_external_kv and not self._allocations.fits(request):
             return None, False  # else requests that hold blocks would wait behind it
-        blend, limits = self._begin_blend(state), lookup_limits(self.config, state, computed)
+        blend, limits = self._blend_of(state), lookup_limits(self.config, state, computed)
         if not self._may_load(state, blend, limits.load):
             return 0, False
         inline = blend is None and state.remote_prefill is not None and not self.has_pending_reset
@@ -97,14 +97,14 @@ class Scheduler:
         if lookup is None:
             return 0 if state.no_external_kv else None, False
         answer = lookup.common_answer(bool(self.config.states))
-        stop = self._loadable(state, lookup, answer, limits.load)
+        stop = self._loadable_tokens(state, lookup, answer, limits.load)
         blends = blend is not None and blend.plan_reuse(request.num_tokens, stop, answer.documents)
         may_wait_for_blocks = (stop > computed or blends) and self.config.loses_blocks
         if may_wait_for_blocks and not self.config.blocking_load and not self._allocations.fits(request):
             return None, False
         if self.blends is not None and blends:
-            claimed = self.blends.claim(state, lookup)
-            return claimed, claimed is not None
+            claimed_tokens = self.blends.claim(state, lookup)
+            return claimed_tokens, claimed_tokens is not None
         return stop - computed, stop > computed and not self.config.blocking_load
 
     def update_state_after_alloc(self, request: Any, blocks: Tables, tokens: int) -> None:
@@ -122,7 +122,7 @@ class Scheduler:
         return {} if state is None else state.tier_tokens(tokens)
 
     def plan(self, scheduled: Mapping[str, int], blocks_of: BlocksOf) -> StepMetadata:
-        """Return the message of a step that computes `scheduled` tokens by request id; begin the next one."""
+        """Return the message of a step that computes `scheduled` tokens, by request id."""
         self._allocations.remove_scheduled(scheduled)
         step = StepMetadata(
             number=next(self._step_numbers),
@@ -133,8 +133,8 @@ class Scheduler:
             ended=self._ended,
         )
         self._ended, self._announced_epoch = {}, self.epoch
-        known = ((self._requests.get(request_id), tokens) for request_id, tokens in scheduled.items())
-        current = [(state, n) for state, n in known if state is not None and not self._is_void(state)]
+        states = ((self._requests.get(request_id), tokens) for request_id, tokens in scheduled.items())
+        current = [(state, n) for state, n in states if state is not None and not self._is_void(state)]
         for planner in self._planners:
             planner.plan(step, current, blocks_of)
         return step
@@ -166,21 +166,21 @@ class Scheduler:
         return any(keeps_blocks)
 
     def answer(self, request: Any) -> dict[str, Any] | None:
-        """Return the answer of an ended request: the decode engine's parameters, or facts of its blend."""
+        """Return `kv_transfer_params` of an ended request: for the decode engine, or results of its blend."""
         state = self._requests.get(request.request_id)
         if state is not None and state.blend is not None:
             return state.blend.answer()
         return None if state is None or self._is_void(state) else self._handoffs.answer(state)
 
     def begin_epoch(self, epoch: str, keeps_old: bool = False) -> None:
-        """Begin an epoch: lookups no longer find what was saved before.
+        """Begin an epoch: lookups no longer find KV that was saved before.
 
         Blocks may hold KV of old weights: requests that have blocks are not saved or sent until they get new
         ones, and last saves that the workers have not received yet are not stored.
 
         Args:
-            epoch: name of the epoch; an earlier one's name makes its KV valid again.
-            keeps_old: whether vLLM's own prefix cache kept blocks. Requests that hit them are not saved.
+            epoch: name of the epoch. With an earlier epoch's name, KV of that epoch is valid again.
+            keeps_old: True if vLLM's own prefix cache kept blocks. Requests that hit them are not saved.
         """
         self.epoch, self._keeps_old = epoch, keeps_old
         for state in self._requests.values():
@@ -199,7 +199,7 @@ class Scheduler:
             )
 
     def _state(self, request: Any) -> RequestState:
-        """Return a request's state, and begin it if the request is new."""
+        """Return a request's state; create it if the request is new."""
         state = self._requests.get(request.request_id)
         if state is None:
             policy, handoff = self.engine.policy_of(request), self.engine.handoff_of(request)
@@ -214,7 +214,7 @@ class Scheduler:
         """Return whether a request's KV may be from before a reset, or depend on such KV."""
         return state.epoch != self.epoch or (self._keeps_old and state.computed > 0)
 
-    def _begin_blend(self, state: RequestState) -> Blend | None:
+    def _blend_of(self, state: RequestState) -> Blend | None:
         """Return a request's blend if it may reuse tokens that vLLM does not have. Drops its last plan."""
         blend = state.blend
         if blend is None:
@@ -223,14 +223,16 @@ class Scheduler:
         return blend if blend.has_reusable_after(state.computed) else None
 
     def _may_load(self, state: RequestState, blend: Blend | None, limit: int) -> bool:
-        """Return whether a request may load anything, by a blend or up to token `limit`."""
+        """Return whether a request may load any of its first `limit` tokens, or blend."""
         if state.request.skip_reading_prefix_cache or state.no_external_kv:
             return False
         # exact KV from elsewhere would differ from the approximate KV of a blended request
         return blend is not None or (state.blended_from is None and state.computed < limit)
 
-    def _loadable(self, state: RequestState, lookup: PendingLookup, answer: LookupAnswer, limit: int) -> int:
-        """Return up to which token a request may have KV: what vLLM has, and of `answer` at most to `limit`.
+    def _loadable_tokens(
+        self, state: RequestState, lookup: PendingLookup, answer: LookupAnswer, limit: int
+    ) -> int:
+        """Return how many leading tokens of a request vLLM has or may load from `answer`, up to `limit`.
 
         Hides approximate blocks from other requests for good: vLLM may hash them once it allocates them.
         """

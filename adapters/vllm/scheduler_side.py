@@ -1,4 +1,4 @@
-"""The connector in vLLM's scheduler: opens the `Scheduler` of an engine and what goes with it."""
+"""The connector in vLLM's scheduler: an engine's `Scheduler`, KV events and epochs."""
 
 from __future__ import annotations
 
@@ -35,15 +35,15 @@ class SchedulerSide:
 
     Args:
         tables: specs of vLLM's block tables.
-        caches: whether any KV of this engine can be cached.
-        stores: whether anything is saved.
-        sends_events: whether vLLM's subscribers get events of what tiers hold.
+        caches: True if any KV of this engine can be cached.
+        stores: True if anything is saved.
+        sends_events: True if vLLM's subscribers get events of what tiers hold.
 
     Attributes:
-        scheduler: matches, loads and saves.
+        scheduler: the scheduler of requests' lookups, loads and saves.
         engine: vLLM's engine, as `scheduler` sees it.
         events: KV events; None: the engine sends none.
-        epochs: resets, and versions of weights.
+        epochs: epochs of KV, begun by resets and new weights.
 
     Raises:
         ConfigError: `precision` is set for a model that has not been found fit for it.
@@ -64,7 +64,7 @@ class SchedulerSide:
     ) -> None:
         self._settings, self._config, self._tables = settings, config, tables
         _check_models(vllm_config, settings, config)
-        shutdown.tell(config, vllm_config)
+        shutdown.log_short_limits(config, vllm_config)
         if not stores:
             log.info("records hold the heads of several ranks: each rank loads its part, and stores nothing")
         if vllm_config.model_config.multimodal_config is not None:
@@ -106,7 +106,7 @@ class SchedulerSide:
         self.scheduler.bind(private, BlendPlanner(config, self.engine, read, private, scratch))
 
     def update_from_output(self, output: KVConnectorOutput) -> None:
-        """Apply what the workers report with a step's output."""
+        """Apply the workers' report, which comes with a step's output."""
         report: WorkerReport | None = output.kv_connector_worker_meta
         if self.scheduler.blends is not None:
             for request_id in output.finished_recving or ():
@@ -119,11 +119,11 @@ class SchedulerSide:
 
     def hit_sources(self, request: Any, tokens: int) -> dict[CacheHitSource, int]:
         """Return how many of the `tokens` tokens that a request loaded last came from each kind of source."""
-        found: Counter[CacheHitSource] = Counter()
+        by_source: Counter[CacheHitSource] = Counter()
         for tier, count in self.scheduler.tier_tokens(request.request_id, tokens).items():
-            found[self._source(tier)] += count
-        blended = tokens - found.total()
-        return found | Counter({CacheHitSource.EXTERNAL_UNSPECIFIED: blended} if blended > 0 else {})
+            by_source[self._source(tier)] += count
+        blended = tokens - by_source.total()
+        return by_source | Counter({CacheHitSource.EXTERNAL_UNSPECIFIED: blended} if blended > 0 else {})
 
     def _source(self, tier: str) -> CacheHitSource:
         if tier not in self._config.tiers:

@@ -1,7 +1,9 @@
-"""vLLM's pages of states: layers that keep one state for all tokens so far (Mamba, linear attention).
+"""vLLM's pages of Mamba states: layers that keep one state for all tokens so far (Mamba, linear attention).
 
-    "align"   entry i of the block table: the state after the block's last token, if a step ended there
-    "none"    the only entry: the state after the last step
+Entries of a request's block table, by vLLM's `mamba_cache_mode`:
+
+    "align"   entry i: the state after the last token of block i, if a step ended there
+    "none"    the only entry: the running state, after the last step
 
 vLLM uses the mode "align" with its own prefix caching, and "none" without.
 """
@@ -35,20 +37,20 @@ def check_state(name: str, spec: MambaSpec, hash_tokens: int | None) -> None:
             "kvkit"
         )
     counts_blocks = hash_tokens in (None, spec.block_size)
-    if spec.num_prefill_checkpoint_blocks and not (runs(spec) or counts_blocks):
+    if spec.num_prefill_checkpoint_blocks and not (has_running_state(spec) or counts_blocks):
         raise ConfigError(
             f"layer {name}: its prefix cache counts in {hash_tokens} tokens and has states in blocks of "
             f"{spec.block_size}; want both equal (prefix_match_unit), or an engine without kvkit"
         )
 
 
-def table_tokens(spec: MambaSpec, chunk_tokens: int) -> int:
-    """Return the tokens that kvkit counts per entry of a table of states: those of a chunk.
+def state_block_tokens(spec: MambaSpec, chunk_tokens: int) -> int:
+    """Return how many tokens kvkit counts per entry of a block table of states: those of a chunk.
 
     Raises:
         ConfigError: vLLM keeps states elsewhere than at the ends of chunks.
     """
-    if not runs(spec) and spec.block_size != chunk_tokens:
+    if not has_running_state(spec) and spec.block_size != chunk_tokens:
         raise ConfigError(
             f"chunk_tokens = {chunk_tokens}: vLLM keeps this model's states at the ends of blocks of "
             f"{spec.block_size} tokens; want {spec.block_size}"
@@ -56,37 +58,43 @@ def table_tokens(spec: MambaSpec, chunk_tokens: int) -> int:
     return chunk_tokens
 
 
-def runs(spec: KVCacheSpec) -> bool:
-    """Return whether a request has one running state, which every step updates."""
+def has_running_state(spec: KVCacheSpec) -> bool:
+    """Return whether a layer keeps one running state of a request, which every step updates."""
     return isinstance(spec, MambaSpec) and spec.mamba_cache_mode != "align"
 
 
 def state_tables(tables: Iterable[KVCacheSpec]) -> dict[int, bool]:
-    """Return the numbers of the tables that keep states, and whether these run."""
-    return {table: runs(spec) for table, spec in enumerate(tables) if isinstance(spec, MambaSpec)}
+    """Return, by index of the block tables of Mamba layers, whether these keep a running state."""
+    return {
+        table: has_running_state(spec) for table, spec in enumerate(tables) if isinstance(spec, MambaSpec)
+    }
 
 
-def form_of(spec: MambaSpec, tensor: torch.Tensor, chunk_tokens: int) -> LayerGroup:
-    """Return the form of a single layer, as layer 0. `tensor` [B, 1, 1, bytes]: a page is a whole state."""
-    parts = zip(spec.dtypes, spec.shapes, strict=True)
-    kinds = ",".join(f"{str(dtype).removeprefix('torch.')}{list(shape)}" for dtype, shape in parts)
+def layer_group(spec: MambaSpec, tensor: torch.Tensor, chunk_tokens: int) -> LayerGroup:
+    """Return the layer group of a single layer, as layer 0.
+
+    Args:
+        tensor: [B, 1, 1, bytes]; a page is a whole state.
+    """
+    arrays = zip(spec.dtypes, spec.shapes, strict=True)
+    kinds = ",".join(f"{str(dtype).removeprefix('torch.')}{list(shape)}" for dtype, shape in arrays)
     size = tensor[0].numel() * tensor.element_size()
     return LayerGroup.of_states((0,), size, chunk_tokens, f"{spec.mamba_type.name}:{kinds}")
 
 
-def spread(
-    blocks: tuple[list[int], ...], running: Mapping[int, bool], at: int, chunk_tokens: int
+def align_states(
+    blocks: tuple[list[int], ...], running: Mapping[int, bool], tokens: int, chunk_tokens: int
 ) -> tuple[list[int], ...]:
-    """Return block tables with one block per chunk for running states too.
+    """Return block tables with one block per chunk, as in the mode "align", for running states too.
 
     Args:
         blocks: a request's block tables.
-        running: numbers of the tables of states, and whether these run.
-        at: number of tokens that the running states stand for.
+        running: as returned by `state_tables`.
+        tokens: number of tokens after which the running states are.
         chunk_tokens: tokens of a chunk.
     """
-    position = 0 if at % chunk_tokens else at // chunk_tokens
+    chunks = 0 if tokens % chunk_tokens else tokens // chunk_tokens
     return tuple(
-        [0] * (position - 1) + table[: min(position, 1)] if running.get(i) else table
+        [0] * (chunks - 1) + table[: min(chunks, 1)] if running.get(i) else table
         for i, table in enumerate(blocks)
     )

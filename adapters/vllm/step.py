@@ -226,12 +226,12 @@ class NamedChunks:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Listed:
-    """Chunks that a rank's tiers held at its start; `is_all`: no other chunks can be hit."""
+    """Chunks that a rank's tiers held at its start. `is_complete`: no other chunks can be hit."""
 
     rank: int
     epoch: str
     chunks: list[ListedChunk]
-    is_all: bool
+    is_complete: bool
 
 
 @dataclass

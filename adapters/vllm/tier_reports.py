@@ -1,4 +1,4 @@
-"""Reports of one rank to vLLM's KV events: what its tiers hold, at the start and from then on."""
+"""Reports of one rank for vLLM's KV events: which records its tiers hold, at the start and from then on."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from kvkit.adapters.engine.listing import Listing
 from kvkit.adapters.vllm.capability import Capability, WorkerContext
 from kvkit.adapters.vllm.step import Listed
 
-LISTED_AT_ONCE = 32
+LISTED_PER_STEP = 32
 """Number of chunks from before the start that one step reports to the scheduler."""
 
 
 class TierReports(Capability):
-    """Reports of what the tiers of one rank hold, or no longer.
+    """Reports of the records that the tiers of one rank hold, or no longer hold.
 
     Args:
         tiers: names of the tiers.
@@ -44,18 +44,18 @@ class TierReports(Capability):
         self._end_listing()
 
     @property
-    def lists(self) -> bool:
+    def is_listing(self) -> bool:
         """True while chunks from before the start are left to report."""
         return self._listing is not None
 
     def _report_listed(self, listing: Listing) -> None:
         """Report the next chunks that tiers held before the start."""
-        context, chunks = self._context, listing.take(LISTED_AT_ONCE)
-        is_all = listing.done and listing.is_all and self._watches_all
+        context, chunks = self._context, listing.take(LISTED_PER_STEP)
+        is_complete = listing.done and listing.is_complete and self._watches_all
         if listing.done:
             self._end_listing()
-        if chunks or is_all:
-            context.report.listed.append(Listed(context.namespace.rank, context.epoch, chunks, is_all))
+        if chunks or is_complete:
+            context.report.listed.append(Listed(context.namespace.rank, context.epoch, chunks, is_complete))
 
     def _end_listing(self) -> None:
         if self._listing is not None:

@@ -1,4 +1,4 @@
-"""The workers' side: one rank's cache, and the order in which a step goes through its capabilities.
+"""The connector in a worker of vLLM: a rank's cache, and the order in which a step calls its capabilities.
 
 To add a capability, write a `Capability` and add it to `Worker.capabilities`.
 """
@@ -48,7 +48,7 @@ class Worker:
         layout: layout of vLLM's KV cache.
         groups: pages of the KV cache, an entry per group of the layout.
         namespace: namespace of this rank, without LoRA and salt.
-        reports_tiers: whether to report what tiers hold.
+        reports_tiers: True if the worker reports what tiers hold.
         served: names of the base model in requests, if these may name adapters; None: any name.
         loras: adapters of this worker; None: there are none.
 
@@ -79,10 +79,12 @@ class Worker:
         self.stats = context.stats
         self._loras = loras
         self._windows = has_windows(group.spec for group in groups)
-        self._released: set[str] = set()  # requests whose save or transfer is over, until `finish` is called
-        self._began = time.monotonic()
+        self._released: set[str] = (
+            set()
+        )  # requests whose save or transfer is over, until nothing holds blocks
+        self._step_began = time.monotonic()
         if context.on_gpu:
-            self.cache.warm_up([group.place([], namespace.chunk_tokens) for group in groups])
+            self.cache.warm_up([group.sequence_pages([], namespace.chunk_tokens) for group in groups])
         handoff = self.cache.tiers.get(HANDOFF)
         sender, receiver = None, None
         if isinstance(handoff, HandoffTier):
@@ -143,7 +145,7 @@ class Worker:
         """Use the pages again. Their contents are no KV."""
         self.namespaces.asleep = False
 
-    def begin(self, step: StepMetadata) -> None:
+    def begin_step(self, step: StepMetadata) -> None:
         """Start the lookups and prefetches of a step, and ask receivers for room for what it will send."""
         if self._windows:  # other requests may get blocks that a running request's window has left
             self.end_reads()
@@ -153,8 +155,8 @@ class Worker:
             self._begin_epoch(step.epoch)
         self._context.number = step.number
         for capability in self.capabilities:
-            capability.begin(step)
-        self._began = time.monotonic()
+            capability.begin_step(step)
+        self._step_began = time.monotonic()
 
     def lookup_inline(self, lookup: LookupRequest) -> LookupAnswer | None:
         """Answer a lookup between steps, as `Lookups.lookup_inline` does."""
@@ -170,12 +172,12 @@ class Worker:
         for capability in self.capabilities:
             capability.wait_for_layer(name)
 
-    def computed(self, name: str) -> None:
+    def layer_computed(self, name: str) -> None:
         """Note that this step has computed the layer `name`."""
         for capability in self.capabilities:
-            capability.computed(name)
+            capability.layer_computed(name)
 
-    def save(self, step: StepMetadata) -> None:
+    def start_saves(self, step: StepMetadata) -> None:
         """Start the saves and sends of a step. Saves read the pages until `end_saves`."""
         self._loads.finish_layerwise()
         if self._loads.failed_step > step.acked_failure_step:
@@ -183,15 +185,15 @@ class Worker:
                 capability.discard_step()
             return  # KV computed since may depend on tokens that were not loaded
         if not self._context.on_gpu:
-            self._context.prefill_speed.note(step.computed, time.monotonic() - self._began)
-        reads = bool(step.saves or step.sends)
-        ready = self._forward_done(step.computed) if reads and self._context.on_gpu else lambda: None
+            self._context.prefill_speed.note_step(step.computed, time.monotonic() - self._step_began)
+        reads_pages = bool(step.saves or step.sends)
+        ready = self._forward_done(step.computed) if reads_pages and self._context.on_gpu else lambda: None
         for capability in self.capabilities:
-            capability.save(step, ready)
+            capability.start_saves(step, ready)
         if step.idle:
             self._wait_while_idle()
 
-    def finish(self, request_ids: set[str]) -> tuple[set[str], set[str], set[str]]:
+    def finish_requests(self, request_ids: set[str]) -> tuple[set[str], set[str], set[str]]:
         """Forget requests, and advance blends.
 
         Returns:
@@ -200,7 +202,7 @@ class Worker:
         """
         finished = FinishedRequests()
         for capability in self.capabilities:
-            capability.finish(request_ids, finished)
+            capability.finish_requests(request_ids, finished)
         self._released |= finished.released
         sent = {
             request_id
@@ -215,7 +217,7 @@ class Worker:
         return self._loads.take_invalid_blocks()
 
     def report(self) -> WorkerReport | None:
-        """Return what happened since the last report, or None if nothing did."""
+        """Return the events since the last report; None if there are none."""
         for capability in self.capabilities:
             capability.add_to_report()
         report, self._context.report = self._context.report, WorkerReport()
@@ -223,22 +225,22 @@ class Worker:
 
     def close(self) -> None:
         """Finish what is in flight, except prefetches, and close the cache within `shutdown_timeout_s`."""
-        until = time.monotonic() + self.cache.shutdown_timeout_s
+        deadline = time.monotonic() + self.cache.shutdown_timeout_s
         for capability in self.capabilities:
             capability.close()
         if self._loras is not None:
             self._loras.close()
-        self.cache.close(max(0.0, until - time.monotonic()))
+        self.cache.close(max(0.0, deadline - time.monotonic()))
 
     def _begin_epoch(self, epoch: str) -> None:
         """Begin an epoch: lookups no longer find earlier records. Tiers outside this process keep them."""
         self._context.epoch = epoch
         for capability in self.capabilities:
             capability.begin_epoch()
-        self.namespaces.begin(epoch)
+        self.namespaces.begin_epoch(epoch)
         self._drop_kv()
         for name, tier in self.cache.tiers.items():
-            if tier.slots or name == HANDOFF:  # in slots of this process
+            if tier.slots or name == HANDOFF:  # its records are in slots of this process
                 self.cache.clear(name)
 
     def _drop_kv(self) -> None:
@@ -247,21 +249,25 @@ class Worker:
 
     def _forward_done(self, computed: int) -> Callable[[], object]:
         """Return a function that waits until the pages hold what this step computes."""
-        device, speed, began = self._context.groups[0].pages.device, self._context.prefill_speed, self._began
+        device, speed, began = (
+            self._context.groups[0].pages.device,
+            self._context.prefill_speed,
+            self._step_began,
+        )
         event = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]
         event.record(torch.cuda.current_stream(device))
 
-        def wait_for_it() -> None:
+        def wait_for_pages() -> None:
             with torch.cuda.device(device):  # the cache's threads use GPU 0 otherwise
                 event.synchronize()
-            speed.note(computed, time.monotonic() - began)
+            speed.note_step(computed, time.monotonic() - began)
 
-        return wait_for_it
+        return wait_for_pages
 
     def _wait_while_idle(self) -> None:
-        """Wait briefly for a transfer, a lookup or a load: steps in a loop would take a core that these need.
+        """Wait briefly for a transfer, a lookup or a load: idle steps would occupy a core that these need.
 
-        Transfers that arrive are looked up at once: that takes less time than another step.
+        Prompts whose transfers arrive meanwhile are looked up at once, without waiting for another step.
         """
         wakeups = self._context.wakeups
 
@@ -272,7 +278,43 @@ class Worker:
                 return wakeups.unseen
             return not any(capability.busy for capability in self.capabilities)
 
-        until, received = time.monotonic() + IDLE_WAIT_S, True
+        deadline, received = time.monotonic() + IDLE_WAIT_S, True
         while received:
-            wakeups.wait_for(can_continue, until - time.monotonic())
+            wakeups.wait_for(can_continue, deadline - time.monotonic())
             received = self._loads.receive()
+
+
+class IdleWorker:
+    """A stand-in for `Worker` in an engine without a cache. It does nothing and opens no tier."""
+
+    def begin_step(self, step: StepMetadata) -> None:
+        """Do nothing."""
+
+    start_loads = start_saves = begin_step
+
+    def end_saves(self) -> None:
+        """Do nothing."""
+
+    end_reads = close = weights_changed = release_pages = restore_pages = end_saves
+
+    def layer_computed(self, name: str) -> None:
+        """Do nothing."""
+
+    wait_for_layer = layer_computed
+
+    def lookup_inline(self, lookup: LookupRequest) -> LookupAnswer | None:
+        """Return no answer."""
+
+    def finish_requests(self, request_ids: set[str]) -> tuple[set[str], set[str], set[str]]:
+        """Return that no request has ended."""
+        return set(), set(), set()
+
+    def invalid_blocks(self) -> set[int]:
+        """Return no blocks."""
+        return set()
+
+    def report(self) -> WorkerReport | None:
+        """Report nothing."""
+
+    def open_blending(self, runner: Any) -> None:
+        """Do nothing."""

@@ -67,7 +67,7 @@ class Blend:
     def with_documents(self, lookup: LookupRequest, prompt: Sequence) -> LookupRequest:
         """Return the lookup with the documents added."""
         return replace(
-            lookup, documents=self.documents(prompt), recomputed=self.blend_request.selection.ratio
+            lookup, documents=self.documents(prompt), recomputed_share=self.blend_request.selection.ratio
         )
 
     def plan_reuse(self, tokens: int, exact: int, found: tuple[int, ...]) -> bool:

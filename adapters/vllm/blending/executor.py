@@ -3,7 +3,7 @@
 start_loads   starts to load documents into the request's blocks, at their positions in the prompt
 Arrival       reports the loaded tokens when all loads have ended; a single rank completes from its own report
 complete      starts from the tokens that every rank has, in the same step, so that all run the same rows
-finish        runs rows until the KV is complete, then reports the request as received
+finish_requests  runs rows until the KV is complete, then reports the request as received
 """
 
 from __future__ import annotations
@@ -102,13 +102,13 @@ class BlendExecutor(Capability):
         self._ready: dict[str, ActiveBlend] = {}  # in the same order on all ranks
         self._arrived: list[Arrival] = []
 
-    def begin(self, step: StepMetadata) -> None:
+    def begin_step(self, step: StepMetadata) -> None:
         for agreed in step.arrivals:
             self.complete(agreed)
 
     def start_loads(self, step: StepMetadata) -> None:
         for task in step.blends:
-            self._context.request_stats.begin(task.request_id)
+            self._context.request_stats.begin_transfer(task.request_id)
             self._start(task, self._lookups.claim(task.request_id, task.number))
 
     def _start(self, task: BlendTask, prompt_hit: PromptHit | None) -> None:
@@ -156,7 +156,7 @@ class BlendExecutor(Capability):
             if blend.prefix is not None:
                 blend.prefix.finish()
 
-    def finish(self, request_ids: set[str], finished: FinishedRequests) -> None:
+    def finish_requests(self, request_ids: set[str], finished: FinishedRequests) -> None:
         """Cancel the blends of ended requests, advance the others, and report those that are over."""
         for request_id in request_ids:
             self.cancel(request_id)
@@ -186,7 +186,7 @@ class BlendExecutor(Capability):
 
     @property
     def has_result(self) -> bool:
-        """True if `finish` has something to do."""
+        """True if `finish_requests` has something to do."""
         waiting = (blend for blend in self._blends.values() if blend.cancelled or not blend.arrival)
         return bool(self._ready) or any(blend.loaded for blend in waiting)
 
@@ -240,7 +240,7 @@ class BlendExecutor(Capability):
             context.stats.blended(self.last)
             if context.namespace.rank == 0:
                 context.report.blended.append(self.last)
-        context.request_stats.done(blend.task.request_id)
+        context.request_stats.end_transfer(blend.task.request_id)
 
     def _blend_done(
         self, blend: ActiveBlend, completion: BlendedPrompt, selected: NDArray[np.int32]
@@ -251,7 +251,7 @@ class BlendExecutor(Capability):
         with self._context.cache.tier_set.counting() as counts:
             counts.blended(reused, len(selected), computed)
         if self.last is not None:  # the first one includes the engine's warm-up
-            self._context.row_speed.note(computed + len(selected), sum(seconds.values()))
+            self._context.row_speed.note_step(computed + len(selected), sum(seconds.values()))
         return BlendDone(
             blend.task.request_id,
             exact=int(plan.exact.sum()),

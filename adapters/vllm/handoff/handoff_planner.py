@@ -14,24 +14,24 @@ from kvkit.adapters.vllm.planner import (
     Scheduled,
     SchedulerConfig,
 )
-from kvkit.adapters.vllm.states import spread
+from kvkit.adapters.vllm.states import align_states
 from kvkit.adapters.vllm.step import SendTask, StepMetadata, Tables, cut
 
 
 def handed_off_tokens(config: SchedulerConfig, tokens: int) -> int:
     """Return how many tokens of a prompt of `tokens` tokens are handed off.
 
-    The receiver computes the last token in any case: if that is alone in its block, it is not sent.
+    The receiver always computes the last token. If that token is alone in its block, it is not sent.
     """
     grains = config.whole_grains(tokens - 1)
     return grains if config.loses_blocks or grains == tokens - 1 else tokens
 
 
 class HandoffPlanner(Planner):
-    """What one engine sends to decode engines, and which transfers from prefill engines it releases."""
+    """The sends of one engine to decode engines, and the releases of transfers from prefill engines."""
 
     def __init__(self, config: SchedulerConfig, engine: EngineView) -> None:
-        self._config, self._engine = config, engine
+        super().__init__(config, engine)
         self._released: list[str] = []
 
     def admit(self, state: RequestState, blocks: Tables, tokens: int) -> None:
@@ -47,7 +47,7 @@ class HandoffPlanner(Planner):
         return state.sent is not None
 
     def answer(self, state: RequestState) -> dict[str, Any] | None:
-        """Return the parameters of the decode engine's request; None: nothing was sent."""
+        """Return the `kv_transfer_params` for the decode engine's request; None: nothing was sent."""
         remote = state.remote_decode
         return None if remote is None or state.sent is None else params.answer(remote, state.sent)
 
@@ -57,7 +57,7 @@ class HandoffPlanner(Planner):
             self._released.append(state.remote_prefill.transfer)
 
     def _sends(self, scheduled: Scheduled, blocks_of: BlocksOf) -> Iterator[SendTask]:
-        """Yield what this step completes of prompts to hand off: whole chunks, and the rest at the end.
+        """Yield sends of the whole chunks that this step completes, and of the rest at a prompt's end.
 
         tokens     |  chunk 0  |  chunk 1  |  chunk 2  |       | the prompt's end
         computed   [------ before this step -----[- this step -[
@@ -74,12 +74,12 @@ class HandoffPlanner(Planner):
             stop = total if computed >= request.num_prompt_tokens else computed // chunk * chunk
             if stop <= first:
                 continue
-            sequence, table = self._engine.sequence(request, total), blocks_of(state.request_id)
-            if sequence is None or table is None:
+            sequence, tables = self._engine.sequence(request, total), blocks_of(state.request_id)
+            if sequence is None or tables is None:
                 continue
             state.sent = stop
-            table = spread(table, self._config.states, computed, chunk)
-            tables = cut(table, self._config.block_tokens, first, -(-stop // chunk) * chunk, 0, stop)
+            tables = align_states(tables, self._config.states, computed, chunk)
+            tables = cut(tables, self._config.block_tokens, first, -(-stop // chunk) * chunk, 0, stop)
             yield SendTask(
                 state.request_id,
                 remote.transfer,

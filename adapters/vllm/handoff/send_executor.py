@@ -32,21 +32,21 @@ class SendExecutor(Capability):
         """Copy what decode engines have no room for yet, and wait for other reads."""
         self.prompts.release_pages()
 
-    def begin(self, step: StepMetadata) -> None:
+    def begin_step(self, step: StepMetadata) -> None:
         """Ask decode engines for room for what the step will send."""
         for send in step.sends:
-            prompt, space = send.sequence, self._context.namespaces.of(send.sequence)
+            prompt, namespace = send.sequence, self._context.namespaces.of(send.sequence)
             self.prompts.begin_prompt(
-                send.request_id, send.transfer, send.address, prompt.tokens, space, prompt.rest
+                send.request_id, send.transfer, send.address, prompt.tokens, namespace, prompt.rest
             )
         # a peer's memory is not pinned, and a GPU copies faster into pinned memory
         self.prompts.begin_pieces({} if self._context.on_gpu else self._pieces(step, lambda: None))
 
-    def computed(self, name: str) -> None:
+    def layer_computed(self, name: str) -> None:
         if name in self._context.layers:
             self.prompts.pack_layer(self._context.layers[name])
 
-    def save(self, step: StepMetadata, ready: Callable[[], object]) -> None:
+    def start_saves(self, step: StepMetadata, ready: Callable[[], object]) -> None:
         pieces = self._pieces(step, ready)
         for send in step.sends:
             if send.request_id in pieces:
@@ -61,7 +61,7 @@ class SendExecutor(Capability):
     def discard_step(self) -> None:
         self.prompts.drop_pieces()
 
-    def finish(self, request_ids: set[str], finished: FinishedRequests) -> None:
+    def finish_requests(self, request_ids: set[str], finished: FinishedRequests) -> None:
         self.prompts.advance()
         finished.released |= self.prompts.take_released(request_ids)
 

@@ -1,4 +1,4 @@
-"""Lookups and loads of one rank: what tiers and transfers have of prompts goes into vLLM's pages."""
+"""Lookups and loads of one rank: KV of prompts goes from tiers and transfers into vLLM's pages."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ log = logging.getLogger(__name__)
 
 
 class LoadExecutor(Capability):
-    """The lookups of one rank, and the loads of what they found, other than for blends.
+    """The lookups of one rank, and the loads of what they found, except for blends.
 
     Args:
         receiver: receives the transfers of prefill engines; None: this engine receives none.
@@ -29,7 +29,7 @@ class LoadExecutor(Capability):
         settings = context.settings
         self._context = context
         self._loading: dict[str, tuple[LoadTask, PromptLoad]] = {}
-        self._invalid: set[int] = set()
+        self._invalid_blocks: set[int] = set()
         self.failed_step = 0
         if receiver is not None:
             receiver.subscribe(context.wakeups.notify)
@@ -45,17 +45,17 @@ class LoadExecutor(Capability):
             wake=context.wakeups.notify,
         )
 
-    def begin(self, step: StepMetadata) -> None:
+    def begin_step(self, step: StepMetadata) -> None:
         for transfer in step.released_transfers:
             self.lookups.release_transfer(transfer)
         for lookup in step.lookups:
-            self.lookups.ask(lookup)
+            self.lookups.begin_lookup(lookup)
         self.receive()
 
     def receive(self) -> bool:
         """Look up prompts whose transfers arrived or failed. Return whether there were any."""
         self._context.wakeups.mark_seen()
-        return self.lookups.receive()
+        return self.lookups.receive_transfers()
 
     def lookup_inline(self, lookup: LookupRequest) -> LookupAnswer | None:
         """Answer a lookup between steps, as `Lookups.lookup_inline` does."""
@@ -68,50 +68,50 @@ class LoadExecutor(Capability):
         """Start the loads of a step; with sync loading, wait until they are done."""
         context = self._context
         for task in step.loads:
-            context.request_stats.begin(task.request_id)
+            context.request_stats.begin_transfer(task.request_id)
             hit = self.lookups.claim(task.request_id, task.number)
             load = context.start_load(task, hit, context.settings.load)
             self._loading[task.request_id] = task, load
         if context.settings.load == "sync":
-            self._finish_all()
+            self._finish_loads()
 
     def wait_for_layer(self, name: str) -> None:
         for _, load in self._loading.values():
-            for number in load.layers or ():
-                if number == self._context.layers[name]:
+            for layer in load.layers or ():
+                if layer == self._context.layers[name]:
                     break
 
     def finish_layerwise(self) -> None:
         """Finish the loads whose layers the step has waited for."""
         if self._context.settings.load == "layerwise":
-            self._finish_all()
+            self._finish_loads()
 
-    def finish(self, request_ids: set[str], finished: FinishedRequests) -> None:
-        self.finish_layerwise()  # with drafts, this comes before `save` and the drafts' run
+    def finish_requests(self, request_ids: set[str], finished: FinishedRequests) -> None:
+        self.finish_layerwise()  # with drafts, this comes before `start_saves` and the drafts' run
         for request_id in request_ids:
-            self.lookups.finish(request_id)
+            self.lookups.finish_request(request_id)
             if request_id in self._loading:
                 self._loading[request_id][1].cancel()
         done = {request_id for request_id, (_, load) in self._loading.items() if load.done}
         finished.received |= done
         finished.failed |= {
-            request_id for request_id in done if not self._finish(*self._loading.pop(request_id))
+            request_id for request_id in done if not self._finish_load(*self._loading.pop(request_id))
         }
 
     def take_invalid_blocks(self) -> set[int]:
         """Return the blocks whose loads failed since the last call: their contents are invalid."""
-        found, self._invalid = self._invalid, set()
-        return found
+        invalid_blocks, self._invalid_blocks = self._invalid_blocks, set()
+        return invalid_blocks
 
     def add_to_report(self) -> None:
         self.receive()
-        answers = self.lookups.answers()
+        answers = self.lookups.take_answers()
         self._context.report.answers += answers
         for answer in answers:
             self._report_names(answer)
 
     def drop_kv(self) -> None:
-        self.lookups.clear()
+        self.lookups.drop_hits()
 
     def end_writes(self) -> None:
         for _, load in self._loading.values():
@@ -120,41 +120,41 @@ class LoadExecutor(Capability):
 
     @property
     def has_result(self) -> bool:
-        return self.lookups.done or any(load.done for _, load in self._loading.values())
+        return self.lookups.has_result or any(load.done for _, load in self._loading.values())
 
     @property
     def awaits_transfer(self) -> bool:
-        return self.lookups.awaiting
+        return self.lookups.awaits_transfer
 
     @property
     def busy(self) -> bool:
-        return self.lookups.pending or bool(self._loading)
+        return self.lookups.has_pending or bool(self._loading)
 
     def _report_names(self, answer: LookupAnswer) -> None:
         if self._context.reports_tiers:
-            self._context.report_names(answer.request_id, 0, self.lookups.found(answer.request_id))
+            self._context.report_names(answer.request_id, 0, self.lookups.found_chunks(answer.request_id))
 
-    def _finish_all(self) -> None:
-        """Finish the loads that a step waits for."""
+    def _finish_loads(self) -> None:
+        """Wait for all loads. Notes the step's number if one of them failed."""
         for request_id in list(self._loading):
-            if not self._finish(*self._loading.pop(request_id)):
+            if not self._finish_load(*self._loading.pop(request_id)):
                 self.failed_step = self._context.report.failed_step = self._context.number
 
-    def _finish(self, task: LoadTask, load: PromptLoad) -> bool:
-        """Note how a load ended. Return whether it loaded all that was promised."""
+    def _finish_load(self, task: LoadTask, load: PromptLoad) -> bool:
+        """Wait for a load, and note its result. Return whether it loaded all tokens of its task."""
         context = self._context
         end, loaded = load.finish()
         self.lookups.release(task.request_id)
         complete = end == task.stop
         context.stats.loaded(loaded, time.monotonic() - load.began, complete)
         context.request_stats.hit(task.request_id, loaded.by_tier)
-        context.request_stats.done(task.request_id)
+        context.request_stats.end_transfer(task.request_id)
         if not complete:
             end = max(end, task.start)
             log.warning("%s: loaded up to token %d of %d", task.request_id, end, task.stop)
             context.report.failed.append(task.request_id)
             if len(task.blocks) == 1:  # with several groups, block ids are ambiguous
                 size = context.groups[0].block_tokens
-                self._invalid.update(task.blocks[0][(end - load.base) // size :])
-                self._invalid.discard(-1)
+                self._invalid_blocks.update(task.blocks[0][(end - load.base) // size :])
+                self._invalid_blocks.discard(-1)
         return complete

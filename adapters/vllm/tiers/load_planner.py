@@ -25,7 +25,7 @@ from kvkit.adapters.vllm.planner import (
     SchedulerConfig,
     whole_sequence,
 )
-from kvkit.adapters.vllm.states import spread
+from kvkit.adapters.vllm.states import align_states
 from kvkit.adapters.vllm.step import LoadTask, StepMetadata, Tables, WorkerReport, cut
 from kvkit.adapters.vllm.tiers.save_planner import savable_tokens
 
@@ -59,7 +59,7 @@ class LoadPlanner(Planner):
     """The lookups of one engine's requests, and the loads other than those of blends."""
 
     def __init__(self, config: SchedulerConfig, engine: EngineView) -> None:
-        self._config, self._engine = config, engine
+        super().__init__(config, engine)
         self._numbers = count(1)
         self._lookups: list[LookupRequest] = []
         self._loads: list[LoadTask] = []
@@ -137,6 +137,6 @@ def begin_load(config: SchedulerConfig, state: RequestState, tokens: int, blocks
     state.admitted = None if lookup is None else lookup.common_answer(bool(config.states))
     state.start = start = state.computed
     stop = start + tokens
-    blocks = spread(blocks, config.states, stop, chunk)
+    blocks = align_states(blocks, config.states, stop, chunk)
     blocks = cut(blocks, config.block_tokens, start // chunk * chunk, -(-stop // chunk) * chunk, start, stop)
     return LoadTask(state.request_id, 0 if lookup is None else lookup.number, start, stop, blocks)

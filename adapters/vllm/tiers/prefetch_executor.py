@@ -8,19 +8,19 @@ from kvkit.adapters.vllm.step import StepMetadata
 
 
 class PrefetchExecutor(Capability):
-    """The prefetches that the scheduler asks one rank for."""
+    """The prefetches of one rank, as the scheduler requests them."""
 
     def __init__(self, context: WorkerContext) -> None:
         self._context = context
         self.prefetches = Prefetches(context.cache)
 
-    def begin(self, step: StepMetadata) -> None:
+    def begin_step(self, step: StepMetadata) -> None:
         for request_id in step.cancelled_prefetches:
-            self.prefetches.end(request_id)
+            self.prefetches.end_request(request_id)
         for task in step.prefetches:
-            space = self._context.namespaces.of(task.sequence)
-            if space is not None:
-                self.prefetches.add(task.request_id, task.sequence.tokens, space, task.computed)
+            namespace = self._context.namespaces.of(task.sequence)
+            if namespace is not None:
+                self.prefetches.add(task.request_id, task.sequence.tokens, namespace, task.computed)
         self.prefetches.start_next()
 
     def drop_kv(self) -> None:

@@ -1,6 +1,6 @@
 """Prefetches for requests that vLLM has not admitted yet, on the scheduler's side.
 
-The workers prefetch what the first few of the queue will hit, until a request is admitted or ends.
+The workers prefetch the hits of the first few queued requests, until a request is admitted or ends.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from kvkit.adapters.vllm.planner import (
 from kvkit.adapters.vllm.step import PrefetchTask, StepMetadata, Tables
 from kvkit.adapters.vllm.tiers.load_planner import lookup_limits
 
-AHEAD = 8
+MAX_REQUESTS = 8
 """Number of queued requests to prefetch for at a time. The workers limit the bytes."""
 
 
@@ -28,7 +28,7 @@ class PrefetchPlanner(Planner):
     """The queue of one engine, in order of arrival, and the prefetches for its first requests."""
 
     def __init__(self, config: SchedulerConfig, engine: EngineView) -> None:
-        self._config, self._engine = config, engine
+        super().__init__(config, engine)
         self._queue: dict[str, RequestState] = {}
         self._prefetching: set[str] = set()
         self._cancelled: list[str] = []
@@ -44,7 +44,7 @@ class PrefetchPlanner(Planner):
 
     def plan(self, step: StepMetadata, scheduled: Scheduled, blocks_of: BlocksOf) -> None:
         step.cancelled_prefetches, self._cancelled = self._cancelled, []
-        for state in list(islice(self._queue.values(), AHEAD)):
+        for state in list(islice(self._queue.values(), MAX_REQUESTS)):
             awaits_answers = state.lookup is not None and not state.lookup.is_answered
             if state.request_id in self._prefetching or awaits_answers:
                 continue  # it may be admitted as soon as its lookup is answered
@@ -52,7 +52,7 @@ class PrefetchPlanner(Planner):
             if tasks:
                 self._prefetching.add(state.request_id)
                 step.prefetches += tasks
-            else:  # no need to examine it in each step
+            else:  # it is not examined again in each step
                 state.no_prefetch = True
                 del self._queue[state.request_id]
 

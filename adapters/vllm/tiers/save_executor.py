@@ -17,21 +17,21 @@ SAVE_WAIT_S = 0.25
 
 
 class SaveExecutor(Capability):
-    """The saves of one rank, in tiers other than a handoff."""
+    """The saves of one rank, to all tiers except a handoff's."""
 
     def __init__(self, context: WorkerContext) -> None:
         self._context = context
         self._tiers = context.cache.policy.store_to
         self._saving: list[Transfer[Stored]] = []
         self._wait_s = SAVE_WAIT_S
-        self._last: set[str] = set()  # requests whose last save still needs their blocks
-        self._released: set[str] = set()  # those whose last save is over, until `finish`
+        self._last_saves: set[str] = set()  # requests whose last save still needs their blocks
+        self._released: set[str] = set()  # those whose last save is over, until `finish_requests`
         self._prompt_tokens: dict[str, int] = {}  # of ended requests, until their last save is over
 
     def end_reads(self) -> None:
-        """Wait for copies, and for the forward pass that they depend on.
+        """Wait until saves have copied the pages, and for the forward pass that the copies depend on.
 
-        It does not wait for tiers that do not free their slots: such saves are cancelled.
+        Saves that get no slots in time are cancelled: a tier may not free its slots.
         """
         cache = self._context.cache
         until = time.monotonic() + cache.timeout_s
@@ -45,44 +45,48 @@ class SaveExecutor(Capability):
         if self._saving:  # a slow tier must not delay every step as long
             self._wait_s = max(self._wait_s / 2, SAVE_WAIT_S / 32) if late else SAVE_WAIT_S
         self._saving.clear()
-        for request_id in self._last:
+        for request_id in self._last_saves:
             self._end_stats(request_id)
-        self._released |= self._last
-        self._last.clear()
+        self._released |= self._last_saves
+        self._last_saves.clear()
 
-    def begin(self, step: StepMetadata) -> None:
+    def begin_step(self, step: StepMetadata) -> None:
         self._prompt_tokens.update(step.ended)
-        # with drafts, vLLM calls `finish` before `save`
-        self._last.update(save.request_id for save in step.saves if save.last)
+        # with drafts, vLLM calls `finish_requests` before `start_saves`
+        self._last_saves.update(save.request_id for save in step.saves if save.last)
         for task in step.retains:
-            if space := self._context.namespaces.of(task.sequence):
-                self._context.cache.retain(task.sequence.tokens, task.policy, space)
+            if namespace := self._context.namespaces.of(task.sequence):
+                self._context.cache.retain(task.sequence.tokens, task.policy, namespace)
 
-    def save(self, step: StepMetadata, ready: Callable[[], object]) -> None:
+    def start_saves(self, step: StepMetadata, ready: Callable[[], object]) -> None:
         for task in step.saves:
             self._save(task, ready)
 
-    def finish(self, request_ids: set[str], finished: FinishedRequests) -> None:
-        for request_id in request_ids - self._last:  # nothing more will begin for it
+    def finish_requests(self, request_ids: set[str], finished: FinishedRequests) -> None:
+        for request_id in request_ids - self._last_saves:  # nothing more will begin for it
             self._end_stats(request_id)
         finished.released |= self._released
         self._released.clear()
 
     def holds_blocks(self, request_id: str) -> bool:
-        return request_id in self._last
+        return request_id in self._last_saves
 
     def _save(self, task: SaveTask, ready: Callable[[], object]) -> None:
         """Store chunks that a request computed."""
         context, request_id, sequence = self._context, task.request_id, task.sequence
-        began, space, size = time.monotonic(), context.namespaces.of(sequence), context.namespace.chunk_tokens
-        first = task.first * size
+        began, namespace, size = (
+            time.monotonic(),
+            context.namespaces.of(sequence),
+            context.namespace.chunk_tokens,
+        )
+        first = task.first * size  # tokens
         stop = first + context.complete_tokens(request_id, task.blocks, first, len(sequence.tokens))
         tiers = self._tiers if task.policy.store_to is None else task.policy.store_to
-        if not tiers or space is None or stop == first:
+        if not tiers or namespace is None or stop == first:
             return
         stats = context.request_stats
-        stats.begin(request_id)
-        chunks = context.cache.chunks(sequence.tokens[:stop], space, task.policy)
+        stats.begin_transfer(request_id)
+        chunks = context.cache.chunks(sequence.tokens[:stop], namespace, task.policy)
         chunks = chunks.part(task.first, len(chunks))
         context.report_names(request_id, task.first, chunks)
         transfer = context.cache.store_chunks(
@@ -91,7 +95,7 @@ class SaveExecutor(Capability):
             to=tiers,
             ready=ready,
             on_stored=lambda tier, _: stats.stored(request_id, tier, size),
-            on_done=lambda: stats.done(request_id),
+            on_done=lambda: stats.end_transfer(request_id),
             copy_first=True,
         )
         transfer.add_done_callback(
@@ -102,4 +106,4 @@ class SaveExecutor(Capability):
     def _end_stats(self, request_id: str) -> None:
         """Complete an ended request's stats: nothing more will begin for it."""
         if request_id in self._prompt_tokens:
-            self._context.request_stats.over(request_id, self._prompt_tokens.pop(request_id))
+            self._context.request_stats.end_request(request_id, self._prompt_tokens.pop(request_id))

@@ -13,13 +13,13 @@ from kvkit.adapters.vllm.planner import (
     Scheduled,
     SchedulerConfig,
 )
-from kvkit.adapters.vllm.states import spread
+from kvkit.adapters.vllm.states import align_states
 from kvkit.adapters.vllm.step import RetainTask, SaveTask, StepMetadata, Tables, cut
 from kvkit.transfer.plan import is_snapshot_kept
 
 
 def savable_tokens(config: SchedulerConfig, state: RequestState, tokens: int) -> int:
-    """Return how many of a request's first `tokens` tokens may be saved: only those with exact KV."""
+    """Return how many of a request's first `tokens` tokens may be saved: only exact KV is saved."""
     if state.policy.store_to == () or not config.stores:
         return 0
     if state.blended_from is not None:
@@ -37,7 +37,7 @@ class SavePlanner(Planner):
     """
 
     def __init__(self, config: SchedulerConfig, engine: EngineView) -> None:
-        self._config, self._engine = config, engine
+        super().__init__(config, engine)
         self.last_saves: list[SaveTask] = []
         self._retains: list[RetainTask] = []
 
@@ -58,7 +58,7 @@ class SavePlanner(Planner):
         """Plan the save of the chunk that a request's last token completes.
 
         With asynchronous scheduling, the step that fills a chunk does not know the chunk's last token yet. If
-        that token ends the request, no later step can save the chunk, so it is saved here.
+        that token ends the request, no later step of the request saves the chunk.
         """
         if state.saved is None or blocks is None:
             return False
@@ -69,13 +69,13 @@ class SavePlanner(Planner):
             return False
         end = stop * chunk
         sequence = self._engine.sequence(request, end)
-        table = self._tables(state, blocks, 0, first, stop)
-        sizes = zip(table, config.block_tokens, strict=True)
-        kv_tables = [entry for number, entry in enumerate(sizes) if number not in config.states]
+        tables = self._tables(state, blocks, 0, first, stop)
+        sizes = zip(tables, config.block_tokens, strict=True)
+        kv_tables = [entry for index, entry in enumerate(sizes) if index not in config.states]
         tokens = end - first * chunk
         if sequence is None or any(-1 in ids or len(ids) * size < tokens for ids, size in kv_tables):
             return False  # a window has left some of the blocks
-        self.last_saves.append(SaveTask(state.request_id, sequence, first, table, state.policy, last=True))
+        self.last_saves.append(SaveTask(state.request_id, sequence, first, tables, state.policy, last=True))
         self._engine.expect_chunks(request, first, stop)
         return True
 
@@ -103,10 +103,10 @@ class SavePlanner(Planner):
             state.saved = max(first, stop)
             if stop <= first:
                 continue
-            sequence, table = self._engine.sequence(request, stop * chunk), blocks_of(state.request_id)
-            if sequence is not None and table is not None:
+            sequence, blocks = self._engine.sequence(request, stop * chunk), blocks_of(state.request_id)
+            if sequence is not None and blocks is not None:
                 self._engine.expect_chunks(request, first, stop)
-                tables = self._tables(state, table, computed, first, stop)
+                tables = self._tables(state, blocks, computed, first, stop)
                 yield SaveTask(state.request_id, sequence, first, tables, state.policy)
 
     def _first_unsaved(self, state: RequestState) -> int:
@@ -120,18 +120,18 @@ class SavePlanner(Planner):
         if state.remote_prefill is not None:
             return 0  # received KV is in no tier yet
         if state.blend is not None:
-            return min(first, state.blend.exact // self._config.chunk_tokens)  # nor is blended KV
+            return min(first, state.blend.exact // self._config.chunk_tokens)  # blended KV is in no tier
         return first
 
-    def _tables(self, state: RequestState, blocks: Tables, at: int, first: int, stop: int) -> Tables:
+    def _tables(self, state: RequestState, blocks: Tables, computed: int, first: int, stop: int) -> Tables:
         """Return the blocks of chunks [first, stop), with -1 for snapshots that are not stored.
 
         Args:
-            at: number of tokens that the running states stand for.
+            computed: number of tokens after which the running states are.
         """
         config, chunk = self._config, self._config.chunk_tokens
         prompt_chunks, end = (state.request.num_prompt_tokens - 1) // chunk, stop * chunk
-        blocks = spread(blocks, config.states, at, chunk)
+        blocks = align_states(blocks, config.states, computed, chunk)
         tables = cut(blocks, config.block_tokens, first * chunk, end, 0, end)
         for table in config.states:
             for i in range(len(tables[table])):
