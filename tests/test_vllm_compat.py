@@ -75,7 +75,9 @@ def test_every_name_is_where_a_row_says() -> None:
         if row.features == ("tuning",):  # not in a build for CPUs
             continue
         assert compat.find(name) is not None
-        newest = next((place for since, place in row.moved.items() if since <= version), row.place)
+        newest = next(
+            (place for since, place in row.later_locations.items() if since <= version), row.location
+        )
         module, _, attribute = newest.partition(":")
         assert hasattr(import_module(module), attribute), name
 

@@ -145,7 +145,7 @@ def test_what_one_rank_puts_where_all_of_a_host_look_is_there_for_them() -> None
 
 
 def test_the_oldest_is_forgotten_and_told_as_removed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("kvkit.adapters.vllm.events.KEPT", 4)
+    monkeypatch.setattr("kvkit.adapters.vllm.events.MAX_RECORDS", 4)
     events, listener = new_events(), Listener()
     events.begin(complete=True)
     for i in range(3):

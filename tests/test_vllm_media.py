@@ -157,7 +157,7 @@ def test_media_that_are_not_here_are_not_cached(served: KVKitConnector, data: An
 
 
 def test_what_is_remembered_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "KEPT", 3)
+    monkeypatch.setattr(module, "MAX_REMEMBERED", 3)
     remembered = Media()
     for i in range(10):
         assert remembered.of_request(request(CAT, str(i))) is not None

@@ -126,7 +126,7 @@ def test_latents_and_heads_that_several_ranks_have_are_one() -> None:
 
 def test_who_shares_the_work() -> None:
     def copies(rank: int, ranks: int, per_host: int, specs: list[Any]) -> tuple[int, int]:
-        return RankHeads(8, rank, ranks, ranks, per_host).copies(specs)
+        return RankHeads(8, rank, ranks, ranks, per_host).record_copies(specs)
 
     assert copies(5, 8, 8, [LATENT]) == (5, 8)
     assert copies(5, 16, 16, [SPEC]) == (1, 2)

@@ -193,7 +193,7 @@ def test_states_are_groups_of_records_no_larger_than_those_of_tokens(state: Mamb
     assert has_windows(tables)
     assert check_chunks(CHUNK, tables) == (CHUNK, 32)
     tensors = views(state, some, "LBNHC") | views(FULL, ["layers.0.attn"], "LBNHC")
-    layout, groups = add_states(group_pages(specs, tensors, BLOCKS, False), specs, tensors, CHUNK)
+    layout, groups = add_states(*group_pages(specs, tensors, BLOCKS, False), specs, tensors, CHUNK)
     assert layout.token_groups == 1
     assert [group.table for group in groups] == [1] + [0] * (len(groups) - 1)
     assert [name for group in groups[1:] for name in group.names] == some

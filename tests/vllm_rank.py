@@ -86,7 +86,7 @@ class Rank:
             every = [specs, {"layers.9.mixer": state}]
             self.pages["layers.9.mixer"] = torch.zeros(BLOCKS, 1, 1, 100, dtype=torch.uint8)
             found = group_pages(every, self.pages, BLOCKS, opaque)
-            layout, where = add_states(found, every, self.pages, CHUNK)
+            layout, where = add_states(*found, every, self.pages, CHUNK)
         share = heads is not None
         fields: dict[str, Any] = {"rank": number, "world": world, "ranks_share": share, "draft": draft}
         namespace = config.namespace(layout, model="m", dtype="float32", **fields)

@@ -135,9 +135,9 @@ class FinishedRequests:
     """Ids of requests that capabilities report to vLLM at the end of a step.
 
     Attributes:
-        received: their loads or blends are over.
-        failed: their loads returned less than was promised.
-        released: a last save or a transfer of theirs is over.
+        received: requests whose loads or blends are over.
+        failed: requests whose loads returned less than the lookup found.
+        released: requests with a last save or a transfer that is over.
     """
 
     received: set[str] = field(default_factory=set)

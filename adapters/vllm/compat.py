@@ -49,14 +49,14 @@ class VllmName:
     Attributes:
         features: features of `FEATURES` that need it.
         use: purpose for which kvkit needs it.
-        place: its location in 0.32, "module:attribute".
-        moved: its locations in later versions, the newest first.
+        location: its location in 0.32, "module:attribute".
+        later_locations: its locations in later versions, by version, the newest first.
     """
 
     features: tuple[str, ...]
     use: str
-    place: str
-    moved: Mapping[str, str] = field(default_factory=dict)
+    location: str
+    later_locations: Mapping[str, str] = field(default_factory=dict)
 
 
 class MissingName(ConfigError):
@@ -118,7 +118,7 @@ NAMES = {
         "vllm.v1.attention.backends.cpu_attn:_get_attn_isa",
     ),
     "get_pp_group": VllmName(
-        ("blend", "pipeline"), "learn of other stages' layers", "vllm.distributed:get_pp_group"
+        ("blend", "pipeline"), "gather other stages' layers", "vllm.distributed:get_pp_group"
     ),
     "Request": VllmName(("private blocks",), "name a request's own blocks", "vllm.v1.request:Request"),
     "make_block_hash_with_group_id": VllmName(
@@ -149,7 +149,7 @@ NAMES = {
 def _found(name: str) -> tuple[Any, ...]:
     """Return the object at the first location of a name that this vLLM has; empty if it has none."""
     row = NAMES[name]
-    for location in (*row.moved.values(), row.place):
+    for location in (*row.later_locations.values(), row.location):
         module, _, attribute = location.partition(":")
         try:
             return (attrgetter(attribute)(import_module(module)),)
@@ -170,22 +170,22 @@ def find(name: str, feature: str = "") -> Any:
     for found in _found(name):
         return found
     row = NAMES[name]
-    raise missing(feature or row.features[0], f"{name} ({row.use})")
+    raise missing_name(feature or row.features[0], f"{name} ({row.use})")
 
 
-def missing(feature: str, what: str) -> MissingName:
-    """Return the error of a feature that needs `what`, which this vLLM lacks."""
+def missing_name(feature: str, name: str) -> MissingName:
+    """Return the error of a feature that needs `name`, which this vLLM lacks."""
     try:
         version = import_module("vllm").__version__
     except ImportError:  # `kvkit tune` runs without vLLM
         version = "(not installed)"
     return MissingName(
-        f"{feature}: vLLM {version} has no {what}, so {FEATURES[feature]}; "
+        f"{feature}: vLLM {version} has no {name}, so {FEATURES[feature]}; "
         f"tested with vLLM {', '.join(TESTED)}"
     )
 
 
-def check(feature: str) -> None:
+def check_feature(feature: str) -> None:
     """Look up all names of a feature.
 
     Raises:
@@ -196,18 +196,18 @@ def check(feature: str) -> None:
             find(name, feature)
 
 
-def absent(feature: str) -> str:
-    """Return why a feature is not available with this vLLM; "" if it is."""
+def missing_reason(feature: str) -> str:
+    """Return the reason why a feature is not available with this vLLM; "" if it is available."""
     try:
-        check(feature)
+        check_feature(feature)
     except MissingName as error:
         return str(error)
     return ""
 
 
-def offered(feature: str) -> bool:
+def is_available(feature: str) -> bool:
     """Return whether a feature is available with this vLLM. Logs a warning if not."""
-    reason = absent(feature)
+    reason = missing_reason(feature)
     if reason:
         log.warning("%s", reason)
     return not reason
@@ -219,9 +219,9 @@ def worker_shutdown_s() -> int:
     return int(getattr(envs, "VLLM_WORKER_SHUTDOWN_TIMEOUT_SECONDS", 5))
 
 
-def connectors() -> list[Any]:
+def worker_connectors() -> list[Any]:
     """Return the connectors of the worker in this process; none if the worker is in another process."""
-    if absent("answers"):
+    if missing_reason("answers"):
         return []
     group = find("get_kv_transfer_group")() if find("has_kv_transfer_group")() else None
     return list(getattr(group, "sub_connectors", [group] if group else []))
@@ -229,16 +229,16 @@ def connectors() -> list[Any]:
 
 _CHANGE_WEIGHTS = "reload_weights", "update_weights"
 """Methods of vLLM's worker that change weights."""
-_TELLS = "_kvkit_tells_of_runner"
+_SHARES = "_kvkit_shares_runner"
 _WRAPPED = "_kvkit_wrapped"
 
 
-def tells_of_runner() -> bool:
-    """Return whether `tell_of_runner` was called in this process: not if VLLM_PLUGINS excludes kvkit."""
-    return hasattr(find("WorkerWrapperBase"), _TELLS)
+def shares_runner() -> bool:
+    """Return whether `share_runner` was called in this process; it was not if VLLM_PLUGINS excludes kvkit."""
+    return hasattr(find("WorkerWrapperBase"), _SHARES)
 
 
-def tell_of_runner() -> None:
+def share_runner() -> None:
     """Call `open_runner(model runner)` of every connector that has it, once there are pages.
 
     vLLM gives its connectors the pages, but not the model runner. Every worker, whatever its platform and
@@ -249,19 +249,19 @@ def tell_of_runner() -> None:
     May be called again. Mutates vLLM's class, for as long as the process lives; does nothing if the
     feature "runner" is not available.
     """
-    if absent("runner") or tells_of_runner():
+    if missing_reason("runner") or shares_runner():
         return
     wrapper_class = find("WorkerWrapperBase")
     initialize = wrapper_class.initialize_from_config
 
-    def initialize_and_tell(wrapper: Any, kv_cache_configs: list[Any]) -> None:
+    def initialize_and_share(wrapper: Any, kv_cache_configs: list[Any]) -> None:
         initialize(wrapper, kv_cache_configs)
-        for connector in connectors():
+        for connector in worker_connectors():
             if hasattr(connector, "open_runner"):
                 connector.open_runner(wrapper.worker.model_runner)
 
-    wrapper_class.initialize_from_config = initialize_and_tell
-    setattr(wrapper_class, _TELLS, True)
+    wrapper_class.initialize_from_config = initialize_and_share
+    setattr(wrapper_class, _SHARES, True)
 
 
 def watch_worker() -> None:
@@ -272,20 +272,20 @@ def watch_worker() -> None:
     `restore_kv_caches`; 0.32 does not. May be called again. Mutates vLLM's class for as long as the process
     lives; logs a warning if this vLLM cannot be watched.
     """
-    if not offered("weights"):
+    if not is_available("weights"):
         return
     worker = find("Worker")
     for name in _CHANGE_WEIGHTS:
-        _wrap(worker, name, after=lambda *_, **__: _tell(connectors(), "weights_changed"))
+        _wrap(worker, name, after=lambda *_, **__: _notify(worker_connectors(), "weights_changed"))
 
     def falls_asleep(_: Any, level: int = 1) -> None:
-        _tell(connectors(), "unregister_kv_caches")
+        _notify(worker_connectors(), "unregister_kv_caches")
         if level > 1:
-            _tell(connectors(), "weights_changed")
+            _notify(worker_connectors(), "weights_changed")
 
     def wakes_up(_: Any, tags: list[str] | None = None) -> None:
         if tags is None or "kv_cache" in tags:
-            _tell(connectors(), "restore_kv_caches")
+            _notify(worker_connectors(), "restore_kv_caches")
 
     _wrap(worker, "sleep", before=falls_asleep)
     _wrap(worker, "wake_up", after=wakes_up)
@@ -298,27 +298,27 @@ def watch_engine_core() -> None:
     order of the events; a worker's report comes with the next step, possibly after a new version. Otherwise
     as `watch_worker`.
     """
-    if not offered("weights"):
+    if not is_available("weights"):
         return
     core = find("EngineCore")
 
     def versioned(engine: Any, weight_version: str) -> None:
-        _tell(_of_scheduler(engine), "set_weight_version", weight_version)
+        _notify(_scheduler_connectors(engine), "set_weight_version", weight_version)
 
     def reset(engine: Any, reset_running_requests: bool = False, reset_connector: bool = False) -> None:
         if not reset_connector:
-            _tell(_of_scheduler(engine), "own_cache_reset")
+            _notify(_scheduler_connectors(engine), "own_cache_reset")
 
     def called(engine: Any, method: Any, *_: Any, **__: Any) -> None:
         if method in _CHANGE_WEIGHTS:
-            _tell(_of_scheduler(engine), "weights_changed")
+            _notify(_scheduler_connectors(engine), "weights_changed")
 
     _wrap(core, "collective_rpc", after=called)
     _wrap(core, "set_weight_version", after=versioned)
     _wrap(core, "reset_prefix_cache", after=reset)
 
 
-def watch_loads(model: Any, call: Callable[[], object]) -> None:
+def watch_weight_loads(model: Any, call: Callable[[], object]) -> None:
     """Call `call` whenever weights are loaded into a model. Mutates the model."""
     load = getattr(model, "load_weights", None)
     if load is None:
@@ -333,13 +333,13 @@ def watch_loads(model: Any, call: Callable[[], object]) -> None:
     model.load_weights = load_and_call
 
 
-def _of_scheduler(engine: Any) -> list[Any]:
+def _scheduler_connectors(engine: Any) -> list[Any]:
     """Return the connectors of an engine core's scheduler."""
     connector = getattr(engine.scheduler, "connector", None)
     return list(getattr(connector, "sub_connectors", [connector] if connector else []))
 
 
-def _tell(receivers: Iterable[Any], method: str, *arguments: Any) -> None:
+def _notify(receivers: Iterable[Any], method: str, *arguments: Any) -> None:
     """Call a method of each connector that has it."""
     for connector in receivers:
         if hasattr(connector, method):
@@ -377,12 +377,14 @@ def watch_adapters(
     vLLM reports their loads nowhere else. Mutates vLLM's class until the returned function is called.
 
     Raises:
-        MissingName: this vLLM loads them in another way.
+        MissingName: this vLLM has no method that loads them.
     """
     managers = find("WorkerLoRAManager")
     method = getattr(managers, "_load_adapter", None)
     if method is None:
-        raise missing("lora", "WorkerLoRAManager._load_adapter (note which files an adapter was read from)")
+        raise missing_name(
+            "lora", "WorkerLoRAManager._load_adapter (note which files an adapter was read from)"
+        )
 
     def load_and_note(manager: Any, request: Any) -> Any:
         return load(manager, request, method)
@@ -426,10 +428,10 @@ def check_runner(runner: Any) -> None:
     Raises:
         MissingName: the model runner, or this vLLM, lacks a name.
     """
-    check("blend")
+    check_feature("blend")
     for name in _RUNNER:
         if not hasattr(runner, name):
-            raise missing("blend", f"{type(runner).__name__}.{name}")
+            raise missing_name("blend", f"{type(runner).__name__}.{name}")
 
 
 def attention_layers(vllm_config: Any) -> dict[str, Any]:
@@ -440,20 +442,20 @@ def attention_layers(vllm_config: Any) -> dict[str, Any]:
 
 @contextmanager
 def attention_instead(forwards: Iterable[tuple[Any, Callable[..., Any]]]) -> Iterator[None]:
-    """Replace the attention of layers by other functions. Mutates the layers' `impl` meanwhile."""
-    changed: list[Any] = []
+    """Replace the attention of layers by other functions inside the context. Mutates the layers' `impl`."""
+    changed_impls: list[Any] = []
     try:
         for module, forward in forwards:
-            changed.append(module.impl)
+            changed_impls.append(module.impl)
             module.impl.forward = forward
         yield
     finally:
-        for impl in changed:
+        for impl in changed_impls:
             impl.__dict__.pop("forward", None)
 
 
 def inverse_frequencies(module: Any, factors: Any) -> Any:
-    """Return the inverse frequencies of vLLM's rotary embedding with factors for each frequency."""
+    """Return the inverse frequencies of vLLM's rotary embedding, scaled by a factor each."""
     return module._compute_inv_freq(factors)
 
 
@@ -467,7 +469,7 @@ def cpu_page_order(vllm_config: Any) -> str:
 
     If this vLLM does not report the order, the name is unique to this engine.
     """
-    if not offered("pages"):
+    if not is_available("pages"):
         return f"unknown-{uuid.uuid4().hex}"
     model, cache_config = vllm_config.model_config, vllm_config.cache_config
     order = find("_get_attn_isa")(
@@ -477,8 +479,8 @@ def cpu_page_order(vllm_config: Any) -> str:
 
 
 def keeps_fewer_bits(vllm_config: Any) -> bool:
-    """Return whether vLLM keeps K and V quantised; false if it does not report that, as for a plain dtype."""
-    if absent("pages"):
+    """Return whether vLLM keeps K and V quantised; false if this vLLM does not report that."""
+    if missing_reason("pages"):
         return False
     return bool(find("is_quantized_kv_cache")(vllm_config.cache_config.cache_dtype))
 
@@ -490,7 +492,7 @@ def keeps_draft_kv(draft: Any) -> bool:
         MissingName: this vLLM does not report that.
     """
     if not hasattr(draft, "uses_draft_kv_cache"):
-        raise missing("drafts", "SpeculativeConfig.uses_draft_kv_cache")
+        raise missing_name("drafts", "SpeculativeConfig.uses_draft_kv_cache")
     return bool(draft.uses_draft_kv_cache())
 
 
@@ -506,15 +508,15 @@ def check_private_blocks(manager: Any) -> None:
         manager: vLLM's `KVCacheManager`.
 
     Raises:
-        MissingName: this vLLM names its blocks in another way.
+        MissingName: this vLLM lacks a method or attribute that names blocks.
     """
-    check("private blocks")
+    check_feature("private blocks")
     pool = manager.block_pool
     for attribute in ("cached_block_hash_to_block", "kv_event_queue", "take_events", "evict_blocks"):
         if not hasattr(pool, attribute):
-            raise missing("private blocks", f"{type(pool).__name__}.{attribute}")
+            raise missing_name("private blocks", f"{type(pool).__name__}.{attribute}")
     if "_block_hasher" not in find("Request").__init__.__code__.co_names:
-        raise missing("private blocks", "Request._block_hasher")
+        raise missing_name("private blocks", "Request._block_hasher")
 
 
 def block_hasher(request: Any) -> Any:
@@ -555,19 +557,19 @@ def drop_block(manager: Any, name: Any) -> None:
 
 
 def event_hash(name: bytes) -> Any:
-    """Return a block's hash in the form of vLLM's events."""
+    """Return a block's hash as vLLM's events write it."""
     return find("maybe_convert_block_hash")(name)
 
 
 def extra_keys(request: Any, blocks: range) -> Any:
-    """Return the extra keys of a request's block hashes, in the form of events; None if there are none.
+    """Return the extra keys of a request's block hashes, as events write them; None if there are none.
 
     Args:
         blocks: the first token of each block.
     """
     keys = find("generate_block_hash_extra_keys")
-    found = [keys(request, first, first + blocks.step, 0)[0] for first in blocks]
-    return find("to_event_extra_keys")(found) if any(found) else None
+    block_keys = [keys(request, first, first + blocks.step, 0)[0] for first in blocks]
+    return find("to_event_extra_keys")(block_keys) if any(block_keys) else None
 
 
 def free_blocks(manager: Any) -> int:

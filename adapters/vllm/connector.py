@@ -49,7 +49,7 @@ def register() -> None:
     """Register the connector with vLLM by its name. May be called again; vLLM calls it in each process."""
     with suppress(ValueError):  # already registered
         KVConnectorFactory.register_connector(NAME, __name__, NAME)
-    compat.tell_of_runner()
+    compat.share_runner()
 
 
 def log_as_vllm() -> None:
@@ -89,10 +89,12 @@ class KVKitConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]  # 
         self._states = states.state_tables(self._tables)
         check_arrangement(self._settings, self._config, vllm_config, len(blocks), self._states.values())
         if self._settings.blend is not None:
-            compat.check("blend")
+            compat.check_feature("blend")
         stores = not reads_slices(vllm_config, self._specs, self._settings, self._config)
         events = vllm_config.kv_events_config
-        self._sends_events = events is not None and events.enable_kv_cache_events and compat.offered("events")
+        self._sends_events = (
+            events is not None and events.enable_kv_cache_events and compat.is_available("events")
+        )
         if role == KVConnectorRole.WORKER:
             self._prepare_worker(vllm_config)
             return
@@ -131,7 +133,7 @@ class KVKitConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]  # 
         if vllm_config.lora_config is not None:
             self._loras = Loras.watched(lora_settings(vllm_config.lora_config))
         compat.watch_worker()
-        if self._settings.blend is not None and not compat.tells_of_runner():
+        if self._settings.blend is not None and not compat.shares_runner():
             raise ConfigError(
                 f"{WHERE}.blend: want kvkit among vLLM's plug-ins, but VLLM_PLUGINS leaves it out"
             )
@@ -158,9 +160,7 @@ class KVKitConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]  # 
             self._specs, kv_caches, blocks, opaque, heads, layers, precision, orders
         )
         if self._states:
-            layout, groups = pages.add_states(
-                (layout, groups), self._specs, kv_caches, self._config.chunk_tokens
-            )
+            layout, groups = pages.add_states(layout, groups, self._specs, kv_caches, config.chunk_tokens)
         self._worker = Worker(
             config,
             self._settings,
@@ -173,8 +173,8 @@ class KVKitConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]  # 
         )
 
     def open_runner(self, runner: Any) -> None:
-        """Receive vLLM's model runner, once it has its pages (`compat.tell_of_runner`)."""
-        compat.watch_loads(runner.get_model(), self._worker.weights_changed)
+        """Receive vLLM's model runner, once it has its pages (`compat.share_runner`)."""
+        compat.watch_weight_loads(runner.get_model(), self._worker.weights_changed)
         if self._settings.blend is not None:
             self._worker.open_blending(runner)
 

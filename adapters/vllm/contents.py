@@ -51,10 +51,10 @@ class Stamp:
         Raises:
             OSError: there is no such file, or it is not a regular file.
         """
-        found = os.stat(file)
-        if not stat.S_ISREG(found.st_mode):
+        status = os.stat(file)
+        if not stat.S_ISREG(status.st_mode):
             raise OSError(f"{file} is not a regular file")
-        return Stamp(found.st_dev, found.st_ino, found.st_size, found.st_mtime_ns, found.st_ctime_ns)
+        return Stamp(status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns, status.st_ctime_ns)
 
     @property
     def settled(self) -> bool:
@@ -63,8 +63,8 @@ class Stamp:
         A mounted image may have no `ctime` of its own: all its files have the same time in whole seconds, and
         files of the next image may have the same time and inode numbers.
         """
-        of_an_image = self.ctime_ns == self.mtime_ns and not self.ctime_ns % 10**9
-        return not of_an_image and time.time_ns() - self.ctime_ns > SETTLED_S * 1e9
+        is_of_image = self.ctime_ns == self.mtime_ns and not self.ctime_ns % 10**9
+        return not is_of_image and time.time_ns() - self.ctime_ns > SETTLED_S * 1e9
 
 
 def default_folder() -> Path | None:
@@ -95,15 +95,15 @@ class _Progress:
     """Logs from time to time how many of `total` bytes were read."""
 
     def __init__(self, total: int) -> None:
-        self._whole = total
+        self._total = total
         self._done = 0
-        self._told = time.monotonic()
+        self._logged_at = time.monotonic()
 
     def add(self, count: int) -> None:
         self._done += count
-        if time.monotonic() - self._told > PROGRESS_S:
-            self._told = time.monotonic()
-            log.info("fingerprint: read %.1f of %.1f GB", self._done / 1e9, self._whole / 1e9)
+        if time.monotonic() - self._logged_at > PROGRESS_S:
+            self._logged_at = time.monotonic()
+            log.info("fingerprint: read %.1f of %.1f GB", self._done / 1e9, self._total / 1e9)
 
 
 def _digest(path: Path, folder: Path | None, pool: ThreadPoolExecutor, progress: _Progress) -> str:
@@ -118,7 +118,7 @@ def _digest(path: Path, folder: Path | None, pool: ThreadPoolExecutor, progress:
                 return known
         file_hash = blake3()
         starts = range(0, stamp.size, PIECE_BYTES)
-        for start, piece in zip(starts, pool.map(partial(_piece, descriptor), starts), strict=True):
+        for start, piece in zip(starts, pool.map(partial(_digest_piece, descriptor), starts), strict=True):
             file_hash.update(piece)
             progress.add(min(PIECE_BYTES, stamp.size - start))
         if Stamp.of(descriptor) != stamp:
@@ -129,15 +129,15 @@ def _digest(path: Path, folder: Path | None, pool: ThreadPoolExecutor, progress:
         return digest
 
 
-def _piece(descriptor: int, start: int) -> bytes:
+def _digest_piece(descriptor: int, start: int) -> bytes:
     """Return the digest of PIECE_BYTES of a file from `start`, or of fewer at its end."""
     digest, stop = blake3(), start + PIECE_BYTES
     buffer = memoryview(bytearray(READ_BYTES))
     while start < stop and (count := os.preadv(descriptor, [buffer[: stop - start]], start)):
         digest.update(buffer[:count])
         start += count
-    found: bytes = digest.digest()
-    return found
+    piece_digest: bytes = digest.digest()
+    return piece_digest
 
 
 def _recall(entry: Path, stamp: Stamp) -> str | None:
@@ -145,8 +145,8 @@ def _recall(entry: Path, stamp: Stamp) -> str | None:
     try:
         descriptor = os.open(entry, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
         with open(descriptor, "rb") as file:
-            found = os.fstat(descriptor)
-            if not stat.S_ISREG(found.st_mode) or found.st_uid != os.geteuid() or found.st_mode & 0o022:
+            status = os.fstat(descriptor)
+            if not stat.S_ISREG(status.st_mode) or status.st_uid != os.geteuid() or status.st_mode & 0o022:
                 return None
             content = json.loads(file.read(MAX_ENTRY_BYTES))
         return content["digest"] if content == _entry(stamp, content["digest"]) else None
@@ -155,7 +155,7 @@ def _recall(entry: Path, stamp: Stamp) -> str | None:
 
 
 def _remember(entry: Path, stamp: Stamp, digest: str) -> None:
-    """Write an entry, which appears complete or not at all; errors leave it out."""
+    """Write an entry, completely or not at all. Errors are ignored."""
     with suppress(OSError):
         entry.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
         descriptor, temporary = tempfile.mkstemp(dir=entry.parent)  # mode 0600

@@ -98,7 +98,9 @@ class VllmEngine:
     def lookup_inline(self, lookup: LookupRequest) -> LookupAnswer | None:
         """Ask the worker at once if it is the only one and in this process; otherwise return None."""
         engine_id = self._vllm_config.kv_transfer_config.engine_id
-        for connector in compat.connectors() if self._vllm_config.parallel_config.world_size == 1 else ():
+        for connector in (
+            compat.worker_connectors() if self._vllm_config.parallel_config.world_size == 1 else ()
+        ):
             if hasattr(connector, "lookup_inline") and connector.engine_id == engine_id:
                 answer: LookupAnswer | None = connector.lookup_inline(lookup)
                 return answer

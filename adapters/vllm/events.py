@@ -1,7 +1,7 @@
 """KV events: announce to vLLM's subscribers (routers) which chunks a tier holds on every rank.
 
-Two things are tracked separately: which records the tiers of a rank hold, by name, and which records a chunk
-of a request has. Ranks with equal KV have records of the same names, but separate tiers in memory. A record
+The names of the records that the tiers of a rank hold are tracked separately from the names of a chunk's
+records. Ranks with equal KV have records of the same names, but separate tiers in memory. A record
 that one rank puts into a tier common to a host is there for all ranks of the host. A chunk is announced as
 stored in a tier while all its records of all ranks are held there.
 
@@ -31,15 +31,15 @@ from kvkit.adapters.vllm import compat
 from kvkit.adapters.vllm.step import Listed, NamedChunks, WorkerReport
 from kvkit.tiers.settings import TierConfig
 
-OfRank = tuple[int, str]
+RankRecord = tuple[int, str]
 """(rank, name of one of its records)."""
 
-KEPT = 1 << 16
+MAX_RECORDS = 1 << 16
 """Maximum number of records of chunks, and of held records: the oldest are dropped as if evicted."""
-EXPECTED = 1 << 14
+MAX_EXPECTED = 1 << 14
 """Maximum number of chunks that some workers have not named yet; the oldest are dropped."""
 RESYNC_CHUNKS = 32
-"""Minimum number of chunks that a step of a round announces again."""
+"""Minimum number of chunks that one step of a round announces again."""
 
 
 # vLLM is not typed for mypy, which takes the keywords of msgspec's classes for errors
@@ -94,7 +94,7 @@ class Events:
         chunk_tokens: tokens per chunk.
         hash_tokens: tokens per block hash of vLLM.
         ranks: number of workers; each has its own records of a chunk.
-        per_host: number of neighbouring ranks that are certainly on one host.
+        per_host: number of neighbouring ranks that are known to be on one host.
         buffer_steps: number of batches of events that vLLM's publisher keeps.
         hash_block: vLLM's hash of a block without extra keys, from the hash of the block before it.
     """
@@ -110,17 +110,18 @@ class Events:
     def __post_init__(self) -> None:
         self._epoch, self._complete, self._lost = "", False, False
         self._resync, self._steps, self._per_step = 0, 0, RESYNC_CHUNKS
-        self._pending: list[AnnouncedChunk] = []  # what the round has yet to announce again
-        self._listed: dict[tuple[int, bytes], tuple[AnnouncedChunk, bytes]] = {}  # with its last block's hash
+        self._pending: list[AnnouncedChunk] = []  # to be announced again in this round
+        self._listed: dict[
+            tuple[int, bytes], tuple[AnnouncedChunk, bytes]
+        ] = {}  # with the hash of its last block
         self._all_listed: set[int] = set()  # ranks
-        self._known: WeakValueDictionary[bytes, AnnouncedChunk] = (
-            WeakValueDictionary()
-        )  # by its last block's hash
+        # by the hash of the chunk's last block
+        self._known: WeakValueDictionary[bytes, AnnouncedChunk] = WeakValueDictionary()
         # a plain dict gets slower at finding its oldest entry, the more older ones were deleted
         self._expected: OrderedDict[tuple[str, int], AnnouncedChunk] = OrderedDict()
-        self._chunks: OrderedDict[OfRank, AnnouncedChunk] = OrderedDict()
+        self._chunks: OrderedDict[RankRecord, AnnouncedChunk] = OrderedDict()
         # by tier; records of a common tier belong to a host's first rank
-        self._held: OrderedDict[tuple[str, OfRank], None] = OrderedDict()
+        self._held: OrderedDict[tuple[str, RankRecord], None] = OrderedDict()
         self._ready: list[KVCacheEvent] = []
 
     def expect(self, request: Any, start: int, stop: int) -> None:
@@ -130,10 +131,10 @@ class Events:
             last = request.block_hashes[(number + 1) * per_chunk - 1]
             chunk = self._known.get(last)
             if chunk is None:
-                chunk = self._known[last] = self._chunk(request, number)
+                chunk = self._known[last] = self._requested_chunk(request, number)
             self._expected.pop((request.request_id, number), None)
             self._expected[request.request_id, number] = chunk
-            if len(self._expected) > EXPECTED:
+            if len(self._expected) > MAX_EXPECTED:
                 self._expected.popitem(last=False)
 
     def update_from_workers(self, report: WorkerReport) -> None:
@@ -142,12 +143,12 @@ class Events:
             self.begin(report.watches)
         for named in report.named:
             if named.epoch == self._epoch:
-                self._name(named)
+                self._add_names(named)
         for listed in report.listed:
             if listed.epoch == self._epoch:
-                self._list(listed)
+                self._add_listed(listed)
         for rank, (tier, name, held) in report.changes:
-            self._change(tier, (rank, name), held)
+            self._apply_change(tier, (rank, name), held)
 
     def begin(self, complete: bool) -> None:
         """Void all earlier announcements. `complete`: as in `TiersCleared`."""
@@ -183,7 +184,7 @@ class Events:
         ready, self._ready = self._ready, []
         return ready
 
-    def _list(self, listed: Listed) -> None:
+    def _add_listed(self, listed: Listed) -> None:
         """Name chunks that a rank's tiers held when it started, of prompts without adapter and salt."""
         for listed_chunk in listed.chunks:
             _, before = self._listed.get((listed.rank, listed_chunk.parent), (None, None))
@@ -193,7 +194,7 @@ class Events:
             self._listed[listed.rank, listed_chunk.key] = chunk, last
             if chunk.names.get(listed.rank) != listed_chunk.names:
                 self._rename(chunk, listed.rank, listed_chunk.names)
-        self._bound()
+        self._drop_oldest()
         if listed.is_complete:
             self._all_listed.add(listed.rank)
         if len(self._all_listed) == self.ranks and not self._complete:
@@ -221,7 +222,7 @@ class Events:
             "block_size": self.hash_tokens,
         }
 
-    def _chunk(self, request: Any, number: int) -> AnnouncedChunk:
+    def _requested_chunk(self, request: Any, number: int) -> AnnouncedChunk:
         lora, size = request.lora_request, self.hash_tokens
         begin, end = number * self.chunk_tokens, (number + 1) * self.chunk_tokens
         hashes, first = request.block_hashes, begin // size
@@ -233,7 +234,7 @@ class Events:
         }
         return AnnouncedChunk(fields, array("i", request.all_token_ids[begin:end]))
 
-    def _name(self, named: NamedChunks) -> None:
+    def _add_names(self, named: NamedChunks) -> None:
         for number, names in enumerate(named.names, named.first):
             key = named.request_id, number
             chunk = self._expected.get(key)
@@ -243,11 +244,11 @@ class Events:
                 self._rename(chunk, named.rank, names)
             if len(chunk.names) == self.ranks:
                 del self._expected[key]
-        self._bound()
+        self._drop_oldest()
 
-    def _bound(self) -> None:
+    def _drop_oldest(self) -> None:
         """Forget the oldest of too many chunks."""
-        while len(self._chunks) > KEPT:
+        while len(self._chunks) > MAX_RECORDS:
             self._lost, self._complete = True, False
             self._unname(next(iter(self._chunks.values())))
 
@@ -259,37 +260,37 @@ class Events:
                 self._unname(self._chunks[rank, name], rank)
             self._chunks[rank, name] = chunk
         chunk.names[rank] = names
-        self._update(chunk)
+        self._announce_changes(chunk)
 
     def _unname(self, chunk: AnnouncedChunk, rank: int | None = None) -> None:
         """Forget the names of a chunk's records, for one rank or all."""
         for of_rank in list(chunk.names) if rank is None else [rank]:
             for name in chunk.names.pop(of_rank, ()):
                 self._chunks.pop((of_rank, name), None)
-        self._update(chunk)
+        self._announce_changes(chunk)
 
-    def _change(self, tier: str, record: OfRank, held: bool) -> None:
+    def _apply_change(self, tier: str, record: RankRecord, held: bool) -> None:
         key = self._holder(tier, record)
         known = key in self._held
         self._held.pop(key, None)
-        if held:  # also if known: so the oldest are those that no request has asked for
+        if held:  # also if known, so that the oldest are the least recently requested
             self._held[key] = None
         changed = [] if known == held else [key]
-        if len(self._held) > KEPT:
+        if len(self._held) > MAX_RECORDS:
             self._lost, self._complete = True, False
             changed.append(self._held.popitem(last=False)[0])
         for tier, (first, name) in changed:
             ranks = self.per_host if self.tiers[tier].shared_by_ranks else 1
             chunks = (self._chunks.get((rank, name)) for rank in range(first, first + ranks))
             for chunk in {id(chunk): chunk for chunk in chunks if chunk is not None}.values():
-                self._update(chunk)
+                self._announce_changes(chunk)
 
-    def _holder(self, tier: str, record: OfRank) -> tuple[str, OfRank]:
+    def _holder(self, tier: str, record: RankRecord) -> tuple[str, RankRecord]:
         """Return a record's key in `_held`: by its rank, or by its host's first rank in a common tier."""
         rank, name = record
         return tier, (rank - rank % self.per_host if self.tiers[tier].shared_by_ranks else rank, name)
 
-    def _update(self, chunk: AnnouncedChunk) -> None:
+    def _announce_changes(self, chunk: AnnouncedChunk) -> None:
         """Announce the tiers that began or ceased to hold a chunk."""
         complete = len(chunk.names) == self.ranks
         records = [(rank, name) for rank, names in chunk.names.items() for name in names]
@@ -303,18 +304,18 @@ class Events:
             else:
                 chunk.tiers.remove(tier)
                 hashes = chunk.fields["block_hashes"]
-                self._ready.append(BlockRemoved(block_hashes=hashes, **self._where(tier)))
+                self._ready.append(BlockRemoved(block_hashes=hashes, **self._location(tier)))
 
     def _stored(self, chunk: AnnouncedChunk, tier: str) -> KVCacheEvent:
         return TierBlocksStored(
             **chunk.fields,
-            **self._where(tier),
+            **self._location(tier),
             token_ids=chunk.tokens.tolist(),
             resync=self._resync,
             complete=self._complete,
         )
 
-    def _where(self, tier: str) -> dict[str, Any]:
+    def _location(self, tier: str) -> dict[str, Any]:
         config = self.tiers[tier]
         return {
             "medium": MEDIUM_CPU if config.in_memory else MEDIUM_STORAGE,

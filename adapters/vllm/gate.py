@@ -1,4 +1,4 @@
-"""Checks that an engine's model was found fit for blending or fewer bits, and verdict names."""
+"""Checks that an engine's model was found fit for blending or fewer bits, and names of verdicts."""
 
 from __future__ import annotations
 

@@ -193,13 +193,13 @@ def set_fields(config: Any, kind: str) -> dict[str, Any]:
 
 
 def _plain(value: Any) -> Any:
-    """Return a form of a config field's value that is the same in every process for equal values."""
+    """Return a config field's value as plain data, equal in every process for equal values."""
     if isinstance(value, dict):
-        return {str(name): _plain(one) for name, one in value.items()}
+        return {str(name): _plain(item) for name, item in value.items()}
     if isinstance(value, list | tuple):
-        return [_plain(one) for one in value]
+        return [_plain(item) for item in value]
     if isinstance(value, set | frozenset):
-        return sorted(str(one) for one in value)
+        return sorted(str(item) for item in value)
     if is_dataclass(value):
         return {field.name: _plain(getattr(value, field.name)) for field in fields(value)}
     return value if isinstance(value, str | int | float | bool | None) else str(value)
@@ -216,14 +216,14 @@ def folder_fingerprint(folder: Path) -> str:
         OSError: a file cannot be read, or a folder cannot be listed.
     """
 
-    def refuse(error: OSError) -> None:
+    def raise_error(error: OSError) -> None:
         # vLLM loads nothing from folders that it may not list either, such as lost+found
         if not isinstance(error, PermissionError) or Path(error.filename) == folder:
             raise error
 
     found: list[Path] = []
     seen: set[Path] = set()
-    for directory, folders, files in os.walk(folder, onerror=refuse, followlinks=True):
+    for directory, folders, files in os.walk(folder, onerror=raise_error, followlinks=True):
         real = Path(directory).resolve()
         # links to visited folders would recur without end; sorted, as the order of visits must not vary
         subfolders = [] if real in seen else [name for name in folders if not _OTHER_FOLDERS.fullmatch(name)]
@@ -296,7 +296,7 @@ def _commit(model: Any, load: Any) -> str:
 
     if model.model_weights:
         raise LookupError("they are in an object store")
-    if reason := compat.absent("modelscope"):
+    if reason := compat.missing_reason("modelscope"):
         raise LookupError(reason)
     if compat.find("envs").VLLM_USE_MODELSCOPE:  # Hugging Face's cache may have another model of that name
         raise LookupError("they come from ModelScope")

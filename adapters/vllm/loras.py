@@ -31,9 +31,9 @@ class Loras:
     def __init__(self, settings: str) -> None:
         self._settings = settings
         self._manager: Any = None
-        self._loaded: dict[int, str | None] = {}
-        self._named: dict[str, str | None] = {}
-        self._read: dict[str, tuple[dict[Path, Stamp], str]] = {}
+        self._loaded: dict[int, str | None] = {}  # fingerprints when vLLM read them, by vLLM's id
+        self._by_path: dict[str, str | None] = {}  # the only fingerprint that each path may have
+        self._remembered: dict[str, tuple[dict[Path, Stamp], str]] = {}  # by path
         self.close: Callable[[], None] = lambda: None
 
     @staticmethod
@@ -48,19 +48,19 @@ class Loras:
         return loras
 
     def watch(self) -> None:
-        """Note which adapters vLLM reads in this process, from now until `close` is called.
+        """Note the adapters that vLLM reads in this process, from now until `close` is called.
 
         Raises:
             MissingName: the reads of this vLLM cannot be watched.
         """
 
         def load_and_note(manager: Any, request: Any, load: Callable[[Any, Any], Any]) -> Any:
-            before = self._held(request.lora_path)
+            before = self._fingerprint(request.lora_path)
             adapter = load(manager, request)
-            held = self._held(request.lora_path)
+            after = self._fingerprint(request.lora_path)
             self._manager = manager
-            self._loaded[request.lora_int_id] = held if held == before else None
-            self._named_as(request.lora_path, self._loaded[request.lora_int_id])
+            self._loaded[request.lora_int_id] = after if after == before else None
+            self._check_path(request.lora_path, self._loaded[request.lora_int_id])
             return adapter
 
         self.close = compat.watch_adapters(load_and_note)
@@ -71,36 +71,38 @@ class Loras:
         Reads the adapter's files if vLLM does not have it in memory, or will read it again.
         """
         in_memory = self._manager is not None and lora.number in self._manager.list_adapters()
-        held = self._loaded.get(lora.number) if in_memory and not lora.load_inplace else self._held(lora.path)
-        named = self._named_as(lora.path, held)
-        return None if named is None else f"{named}/{self._settings}" + ("/3d" if lora.fused_experts else "")
+        is_read = in_memory and not lora.load_inplace
+        fingerprint = self._loaded.get(lora.number) if is_read else self._fingerprint(lora.path)
+        if self._check_path(lora.path, fingerprint) is None:
+            return None
+        return f"{fingerprint}/{self._settings}" + ("/3d" if lora.fused_experts else "")
 
-    def _named_as(self, path: str, held: str | None) -> str | None:
-        """Return the identity of a path if it is `held`, else None. Notes the first one, or a conflict."""
-        named = self._named.setdefault(path, held)
-        if named is not None and named != held:
+    def _check_path(self, path: str, fingerprint: str | None) -> str | None:
+        """Return `fingerprint` if the path had no other one before, else None. Mutates."""
+        known = self._by_path.setdefault(path, fingerprint)
+        if known is not None and known != fingerprint:
             log.warning(
                 "LoRA adapter %s: its contents have changed, so nothing with it is reused as long as this "
                 "engine runs; load changed weights from a new path",
                 path,
             )
-            named = self._named[path] = None
-        return named
+            known = self._by_path[path] = None
+        return known
 
-    def _held(self, path: str) -> str | None:
+    def _fingerprint(self, path: str) -> str | None:
         """Return the fingerprint of an adapter's files as they are now; None if they cannot be read."""
         try:
             folder = Path(os.path.expanduser(path))  # as vLLM does: an unknown user is no error
             stamps = {file: Stamp.of(file) for file in adapter_files(folder)}
-            read = self._read.get(path)
-            if read is not None and read[0] == stamps:
-                return read[1]
+            remembered = self._remembered.get(path)
+            if remembered is not None and remembered[0] == stamps:
+                return remembered[1]
             settled = all(stamp.settled for stamp in stamps.values())
-            held = adapter_fingerprint(folder)
+            fingerprint = adapter_fingerprint(folder)
         except (OSError, ValueError) as error:  # ValueError: a path with a null byte
-            if path not in self._named:
+            if path not in self._by_path:
                 log.warning("LoRA adapter %s: nothing with it is reused: %s", path, error)
             return None
         if settled:  # else a later change might not show
-            self._read[path] = stamps, held
-        return held
+            self._remembered[path] = stamps, fingerprint
+        return fingerprint

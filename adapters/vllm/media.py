@@ -102,7 +102,7 @@ class Media:
 
 def _digest(feature: Any) -> str | None:
     """Return the digest of a medium's data as the model gets it; None if only workers can read the data."""
-    if feature.data is None or "address" in feature.data or compat.absent("media"):
+    if feature.data is None or "address" in feature.data or compat.missing_reason("media"):
         return None
     data = feature.data.get_data()
     if any(value is None for value in data.values()):

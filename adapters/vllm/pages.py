@@ -523,7 +523,8 @@ def group_pages(
 
 
 def add_states(
-    found: tuple[KVLayout, list[GroupPages]],
+    layout: KVLayout,
+    pages: list[GroupPages],
     groups: Sequence[Mapping[str, KVCacheSpec]],
     tensors: Mapping[str, torch.Tensor],
     chunk_tokens: int,
@@ -533,11 +534,10 @@ def add_states(
     Layers with states are divided so that their records are about as large as the largest of KV.
 
     Args:
-        found: layout and pages, as `group_pages` returns them.
+        layout, pages: as `group_pages` returns them.
         groups, tensors: as in `group_pages`; tensors of layers with states are [B, 1, 1, bytes].
         chunk_tokens: chunk size; states are kept at the ends of chunks.
     """
-    layout, pages = found
     names = sorted((name for specs in groups for name in specs), key=layer_order)
     record_bytes = max(group.chunk_bytes(chunk_tokens) for group in layout.groups)
     added = []

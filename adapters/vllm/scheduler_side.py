@@ -68,7 +68,7 @@ class SchedulerSide:
         if not stores:
             log.info("records hold the heads of several ranks: each rank loads its part, and stores nothing")
         if vllm_config.model_config.multimodal_config is not None:
-            compat.offered("media")
+            compat.is_available("media")
         compat.watch_engine_core()
         self._hash_tokens = kv_cache_config.hash_block_size or vllm_config.cache_config.block_size
         self.events = _open_events(vllm_config, config, self._hash_tokens) if sends_events else None

@@ -18,7 +18,7 @@ WHERE = "kv_connector_extra_config"
 
 
 class BlendSettings(BaseModel):
-    """Settings of blending, which reuses documents wherever they stand in a prompt."""
+    """Settings of blending, which reuses documents at any position in a prompt."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, hide_input_in_errors=True)
     ratio: float = Field(
@@ -141,10 +141,10 @@ def read_settings(extra: Mapping[str, Any]) -> tuple[Settings, Config]:
 
 
 def _limits(requested: RequestLimits, config: Config) -> RequestLimits:
-    """Return `given` with missing tiers filled in from the policy.
+    """Return `requested` with missing tiers filled in from the policy.
 
     Raises:
-        ConfigError: `given` names a tier that does not exist.
+        ConfigError: `requested` names a tier that does not exist.
     """
     policy = in_effect(config.resolved_policy(), [n for n, tier in config.tiers.items() if tier.in_memory])
     completed = {"load_from": policy.retrieve_from, "store_to": policy.store_to}

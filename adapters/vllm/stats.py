@@ -115,7 +115,7 @@ class PromMetrics(KVConnectorPromMetrics):  # type: ignore[misc]
 
 
 class Refusals:
-    """Number of handoffs that the scheduler refused since the last `take`. For its thread alone."""
+    """Number of handoffs that the scheduler refused since the last `take`. For the scheduler's thread."""
 
     def __init__(self) -> None:
         self._count = 0
@@ -146,16 +146,18 @@ class Recorder:
         self._rank = str(cache.namespace.rank)
         formats = formats_of(cache.layout, cache.namespace)[: cache.layout.token_groups]
         self._tokens_per_record = cache.namespace.chunk_tokens / len(formats)
-        self._bytes_per_token = sum(form.record_bytes for form in formats) / cache.namespace.chunk_tokens
+        self._bytes_per_token = (
+            sum(record_format.record_bytes for record_format in formats) / cache.namespace.chunk_tokens
+        )
         self._lock = threading.Lock()
         self._stats = Stats()
         self._before = Counts()
 
-    def loaded(self, loaded: Loaded, seconds: float, kept: bool) -> None:
-        """Note a load. `kept`: whether it loaded all that was promised."""
+    def loaded(self, loaded: Loaded, seconds: float, complete: bool) -> None:
+        """Note a load. `complete`: True if it loaded all tokens that the lookup found."""
         if loaded.tokens:
             self._note(load_bytes_per_second=[loaded.tokens * self._bytes_per_token / seconds])
-        if not kept:
+        if not complete:
             self._note(load_errors=1)
 
     def cancelled_saves(self, saves: int) -> None:
@@ -198,5 +200,5 @@ class Recorder:
 
     def _stored_tokens(self, counts: Counts) -> Counter[str]:
         """Return tokens by tier from all records so far: rounding per interval would lose parts of chunks."""
-        each, records = self._tokens_per_record, counts.stored_records - counts.snapshot_records
-        return Counter({t: round(n * each) for t, n in records.items() if t != HANDOFF})
+        tokens, records = self._tokens_per_record, counts.stored_records - counts.snapshot_records
+        return Counter({tier: round(n * tokens) for tier, n in records.items() if tier != HANDOFF})

@@ -73,7 +73,7 @@ class BlendTask:
         prefix: load of the exact tokens that vLLM does not have; None: vLLM has all of them.
         exact: leading tokens that stay as they are once `prefix` is loaded. Their KV is that of a full
             prefill, or, after a preemption, the result of this request's first blend.
-        spans: places of the lookup's documents, as far as every rank found them and they are behind `exact`.
+        spans: spans of the lookup's documents in the prompt, as far as every rank found them after `exact`.
         selection: how to choose the tokens to recompute.
         selected: tokens chosen before a preemption, int32 ascending; None: not chosen yet.
         blocks: the request's blocks, from token 0 to the last. Blocks that a window has left are replaced by
@@ -133,7 +133,7 @@ class SaveTask:
 
     Args:
         policy: the request policy.
-        last: whether the request has ended, so that its blocks are kept until this save is done.
+        last: True if the request has ended, so that its blocks are kept until this save is done.
     """
 
     request_id: str
@@ -161,7 +161,7 @@ class SendTask:
         sequence: all that is sent of the prompt, in one or more pieces.
         first: first token of this piece, a multiple of the chunk size; `blocks` begin there.
         stop: one past the last token of this piece; a multiple of the chunk size, except at the prompt's end.
-        last: whether this is the last piece.
+        last: True if this is the last piece.
     """
 
     request_id: str
@@ -183,12 +183,12 @@ class StepMetadata(KVConnectorMetadata):  # type: ignore[misc]  # vLLM is not ty
         cancelled_prefetches: ids of requests that have left the queue; their prefetches are cancelled.
         arrivals: blends that every rank can continue, in this order.
         computed: number of tokens that the step computes.
-        preempted: whether requests have lost their blocks.
-        idle: whether the step computes nothing, so that there is time to wait for lookups and loads.
-        released_transfers: transfers from prefill engines that no request waits for any more.
+        preempted: True if requests have lost their blocks.
+        idle: True if the step computes nothing, so that there is time to wait for lookups and loads.
+        released_transfers: ids of prefill engines' transfers that no request waits for any more.
         acked_failure_step: last step with a failed load that the scheduler knew of when it planned this one.
         epoch: name of the epoch. When it changes, workers forget all earlier KV.
-        ended: ended requests, and the tokens of their prompts.
+        ended: number of prompt tokens of each ended request, by request id.
     """
 
     number: int = 0
@@ -239,12 +239,12 @@ class WorkerReport(KVConnectorWorkerMetadata):  # type: ignore[misc]
     """Events since the last report, of one rank or several.
 
     Attributes:
-        failed: requests for which less was loaded than was promised.
+        failed: requests for which less was loaded than the lookup found.
         failed_step: last step that waited for a load that failed; 0: none.
-        named: names of records that are saved or were found, if the workers report what tiers hold.
-        changes: changes to what each rank's tiers hold, on the same condition.
-        watches: None: earlier reports of what tiers hold stay valid. Otherwise they are void, and new reports
-            are complete (True), or incomplete until all that tiers hold was `listed` (False).
+        named: names of records that are saved or were found, if the workers report the records in tiers.
+        changes: changes to the records in each rank's tiers, on the same condition.
+        watches: None: earlier reports of the records in tiers stay valid. Otherwise they are void, and new
+            reports are complete (True), or incomplete until all records in tiers were `listed` (False).
         new_weights: epoch in which the model's weights changed; None: they did not.
     """
 
@@ -262,7 +262,7 @@ class WorkerReport(KVConnectorWorkerMetadata):  # type: ignore[misc]
     def aggregate(self, other: KVConnectorWorkerMetadata) -> WorkerReport:
         """Return both reports as one. Mutates neither."""
         assert isinstance(other, WorkerReport)
-        watches = [one for one in (self.watches, other.watches) if one is not None]
+        watches = [reported for reported in (self.watches, other.watches) if reported is not None]
         return WorkerReport(
             self.answers + other.answers,
             self.failed + other.failed,

@@ -197,8 +197,8 @@ class Worker:
         """Forget requests, and advance blends.
 
         Returns:
-            Ids of requests whose loads or blends are done; of those whose loads returned less than was
-            promised; and of those whose blocks a last save or a transfer no longer needs.
+            Ids of requests whose loads or blends are done; of those whose loads returned less than the
+            lookup found; and of those whose blocks a last save or a transfer no longer needs.
         """
         finished = FinishedRequests()
         for capability in self.capabilities:

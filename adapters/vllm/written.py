@@ -1,4 +1,4 @@
-"""Check that vLLM writes a token's K and V into its page: otherwise records would hold something else."""
+"""Check that vLLM writes a token's K and V into the page that kvkit reads for it."""
 
 from __future__ import annotations
 
@@ -24,20 +24,20 @@ def check_written(modules: Mapping[str, Any], pages: Mapping[str, torch.Tensor],
     Args:
         modules: vLLM's attention layers by name, with their pages bound. Other modules are ignored.
         pages: [B, H, N, C] by layer.
-        quantised: whether K and V are kept in fewer bits than they are computed in, perhaps with scales.
+        quantised: True if K and V are kept in fewer bits than they are computed in, perhaps with scales.
 
     Raises:
         ConfigError: the check fails; the message names the layer and the setting.
     """
-    known = set()
+    checked = set()
     for name, tensor in pages.items():
         module: Any = modules.get(name)
         if not hasattr(getattr(module, "impl", None), "do_kv_cache_update"):
             continue
         kind = tensor.shape[1:], tensor.dtype, tensor.stride(), module.dtype
-        if kind in known:
+        if kind in checked:
             continue
-        known.add(kind)
+        checked.add(kind)
         description = f"layer {name} computes {module.dtype} and its pages hold {tensor.dtype}"
         if not quantised and tensor.element_size() != module.dtype.itemsize:
             raise ConfigError(

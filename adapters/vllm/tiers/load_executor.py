@@ -61,7 +61,7 @@ class LoadExecutor(Capability):
         """Answer a lookup between steps, as `Lookups.lookup_inline` does."""
         answer = self.lookups.lookup_inline(lookup)
         if answer is not None:
-            self._report_names(answer)
+            self._context.report_names(answer.request_id, 0, self.lookups.found_chunks(answer.request_id))
         return answer
 
     def start_loads(self, step: StepMetadata) -> None:
@@ -108,7 +108,7 @@ class LoadExecutor(Capability):
         answers = self.lookups.take_answers()
         self._context.report.answers += answers
         for answer in answers:
-            self._report_names(answer)
+            self._context.report_names(answer.request_id, 0, self.lookups.found_chunks(answer.request_id))
 
     def drop_kv(self) -> None:
         self.lookups.drop_hits()
@@ -129,10 +129,6 @@ class LoadExecutor(Capability):
     @property
     def busy(self) -> bool:
         return self.lookups.has_pending or bool(self._loading)
-
-    def _report_names(self, answer: LookupAnswer) -> None:
-        if self._context.reports_tiers:
-            self._context.report_names(answer.request_id, 0, self.lookups.found_chunks(answer.request_id))
 
     def _finish_loads(self) -> None:
         """Wait for all loads. Notes the step's number if one of them failed."""
