@@ -2,8 +2,8 @@
 
 The names of the records that the tiers of a rank hold are tracked separately from the names of a chunk's
 records. Ranks with equal KV have records of the same names, but separate tiers in memory. A record
-that one rank puts into a tier common to a host is there for all ranks of the host. A chunk is announced as
-stored in a tier while all its records of all ranks are held there.
+that one rank puts into a tier common to a host is available to all ranks of the host. A chunk is announced as
+stored in a tier while the tier holds all its records of all ranks.
 
 All chunks are announced again in rounds, as vLLM's publisher keeps only its last batches: a subscriber that
 missed some, or comes late, knows all chunks after it has received one whole round.

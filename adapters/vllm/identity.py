@@ -1,4 +1,4 @@
-"""Identity of the models and adapters that vLLM serves, by their contents rather than their names."""
+"""Identities of the models and adapters that vLLM serves, by their contents rather than their names."""
 
 from __future__ import annotations
 
@@ -36,8 +36,8 @@ _OTHER_FILES = re.compile(
     r"|(tokenizer|tokenizer_config|vocab|chat_template|special_tokens_map|added_tokens|trainer_state)\.json"
     r"|training_args\.bin|rng_state.*\.pth|(optimizer|scheduler|scaler)\.(pt|bin)|LICENSE|NOTICE"
 )
-"""Files of a model's folder that do not determine the KV of given tokens, and the config. The namespace has
-vLLM's version of the config instead."""
+"""Files of a model's folder that do not determine the KV of given tokens, and the config: a namespace has the
+config as vLLM uses it."""
 CONFIGS = ("model_config", "cache_config", "load_config", "attention_config")
 """vLLM's configs that may determine the KV of any model."""
 _NOT_KV = {
@@ -221,7 +221,7 @@ def folder_fingerprint(folder: Path) -> str:
         if not isinstance(error, PermissionError) or Path(error.filename) == folder:
             raise error
 
-    found: list[Path] = []
+    paths: list[Path] = []
     seen: set[Path] = set()
     for directory, folders, files in os.walk(folder, onerror=raise_error, followlinks=True):
         real = Path(directory).resolve()
@@ -229,9 +229,9 @@ def folder_fingerprint(folder: Path) -> str:
         subfolders = [] if real in seen else [name for name in folders if not _OTHER_FOLDERS.fullmatch(name)]
         folders[:] = sorted(subfolders)
         if real not in seen:
-            found += [Path(directory, name) for name in files if not _OTHER_FILES.fullmatch(name)]
+            paths += [Path(directory, name) for name in files if not _OTHER_FILES.fullmatch(name)]
         seen.add(real)
-    return _fingerprint(folder, [path for path in found if path.is_file()])
+    return _fingerprint(folder, [path for path in paths if path.is_file()])
 
 
 def adapter_files(folder: Path) -> list[Path]:
@@ -317,7 +317,7 @@ def rank_namespace(vllm_config: Any, config: Config, layout: KVLayout, ranks_sha
     """Return the namespace of a rank's KV, without adapter and salt.
 
     Args:
-        ranks_share: whether a rank's records hold heads that other ranks have too.
+        ranks_share: True if a rank's records hold heads that other ranks have too.
     """
     parallel = vllm_config.parallel_config
     name, revision = model_identity(vllm_config)
@@ -335,5 +335,5 @@ def rank_namespace(vllm_config: Any, config: Config, layout: KVLayout, ranks_sha
 
 
 def _instruction_set(vllm_config: Any) -> str:
-    """Return what determines the order of K within vLLM's CPU pages."""
+    """Return an identity of the order of K within vLLM's CPU pages."""
     return f"{compat.cpu_page_order(vllm_config)}/{torch.backends.cpu.get_cpu_capability()}"

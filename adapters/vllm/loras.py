@@ -21,8 +21,8 @@ class Loras:
 
     vLLM reads an adapter at its first request and keeps it in memory even if its files change. It reads the
     files again after it evicted the adapter, or when a request asks for it. Its own cache names KV by the
-    adapter's name and path only. So a path has one identity as long as the engine runs: if vLLM has read
-    other contents from there, or would, no KV with that adapter is looked up or stored any more.
+    adapter's name and path only. So a path has one identity as long as the engine runs: once vLLM reads, or
+    would read, other contents from the path, no KV with that adapter is looked up or stored any more.
 
     Args:
         settings: vLLM's settings that determine KV with an adapter, as returned by `identity.lora_settings`.
@@ -71,8 +71,8 @@ class Loras:
         Reads the adapter's files if vLLM does not have it in memory, or will read it again.
         """
         in_memory = self._manager is not None and lora.number in self._manager.list_adapters()
-        is_read = in_memory and not lora.load_inplace
-        fingerprint = self._loaded.get(lora.number) if is_read else self._fingerprint(lora.path)
+        stays = in_memory and not lora.load_inplace
+        fingerprint = self._loaded.get(lora.number) if stays else self._fingerprint(lora.path)
         if self._check_path(lora.path, fingerprint) is None:
             return None
         return f"{fingerprint}/{self._settings}" + ("/3d" if lora.fused_experts else "")

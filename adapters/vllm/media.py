@@ -86,10 +86,13 @@ class Media:
         return None if None in known else [entry for entry in known if entry is not None]
 
     def _note_digest(self, feature: Any) -> str | None:
-        """Return a medium's digest; None if its data is not here, or its identifier had another digest."""
+        """Return a medium's digest; None if its data is missing, or its identifier had another digest."""
         digest = _digest(feature)
         if digest is None:
-            log.info("%s: its contents are not known here, so its request is not cached", feature.identifier)
+            log.info(
+                "%s: its contents are not known in this process, so its request is not cached",
+                feature.identifier,
+            )
         named = self._digests.setdefault(feature.identifier, digest)
         self._digests.move_to_end(feature.identifier)
         if len(self._digests) > MAX_REMEMBERED:

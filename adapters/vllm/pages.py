@@ -209,7 +209,7 @@ def layer_specs(kv_cache_config: Any, cpu: bool) -> list[dict[str, KVCacheSpec]]
     """Return the layers' specs by name, per KV cache group of vLLM.
 
     Args:
-        cpu: whether vLLM runs on a CPU. There, latent attention (MLA) computes every prompt from its first
+        cpu: True if vLLM runs on a CPU. There, latent attention (MLA) computes every prompt from its first
             token on and ignores loaded KV.
 
     Raises:
@@ -495,8 +495,8 @@ def group_pages(
     Args:
         tensors: [B, H, N, C] by layer name. B counts the kernel's blocks; C has K and V side by side.
         blocks: number of vLLM's blocks.
-        opaque: whether every block is opaque, as on a CPU: the order of K in it depends on the instruction
-            set. A head's K and V are neighbours there.
+        opaque: True if every block is opaque, as on a CPU: the order of K in it depends on the instruction
+            set. A head's K and V are neighbours then.
         heads: the rank's share of the model's heads; None: unknown.
         stages: layers of all pipeline stages; None: `groups` are all layers, and a record holds all layers
             of a layer group.

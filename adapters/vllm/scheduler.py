@@ -1,8 +1,8 @@
-"""The scheduler's side of the connector: matches, loads and saves. Bookkeeping over plain data, no I/O.
+"""The requests of an engine in vLLM's scheduler: lookups, loads and saves as plain data, without I/O.
 
 Nothing here blocks. A lookup goes to the workers with the next step's message. Until all ranks have answered,
 `get_num_new_matched_tokens` returns None, and vLLM asks again in its next step. Only a handoff to the one
-worker in this process is looked up at once: that reads memory.
+worker in this process is looked up at once, since that only reads memory.
 """
 
 from __future__ import annotations

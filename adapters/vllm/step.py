@@ -159,7 +159,7 @@ class SendTask:
     Args:
         address: address of the decode engine's ranks.
         sequence: all that is sent of the prompt, in one or more pieces.
-        first: first token of this piece, a multiple of the chunk size; `blocks` begin there.
+        first: first token of this piece and of `blocks`; a multiple of the chunk size.
         stop: one past the last token of this piece; a multiple of the chunk size, except at the prompt's end.
         last: True if this is the last piece.
     """

@@ -249,18 +249,14 @@ class Worker:
 
     def _forward_done(self, computed: int) -> Callable[[], object]:
         """Return a function that waits until the pages hold what this step computes."""
-        device, speed, began = (
-            self._context.groups[0].pages.device,
-            self._context.prefill_speed,
-            self._step_began,
-        )
+        device, step_began = self._context.groups[0].pages.device, self._step_began
         event = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]
         event.record(torch.cuda.current_stream(device))
 
         def wait_for_pages() -> None:
             with torch.cuda.device(device):  # the cache's threads use GPU 0 otherwise
                 event.synchronize()
-            speed.note_step(computed, time.monotonic() - began)
+            self._context.prefill_speed.note_step(computed, time.monotonic() - step_began)
 
         return wait_for_pages
 
