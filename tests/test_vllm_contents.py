@@ -170,13 +170,13 @@ def test_a_file_that_is_written_to_meanwhile_is_an_error(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     file = write(tmp_path / "f")
-    piece = contents._piece
+    piece = contents._digest_piece
 
     def write_and_read(*arguments: Any) -> bytes:
         write(file, 5)
         return piece(*arguments)
 
-    monkeypatch.setattr(contents, "_piece", write_and_read)
+    monkeypatch.setattr(contents, "_digest_piece", write_and_read)
     with pytest.raises(OSError, match="written to while it was read"):
         digests([file], None)
 

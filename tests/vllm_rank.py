@@ -75,7 +75,7 @@ class Rank:
         settings, config = read_settings({"kvkit": kvkit, "load": load} | more)
         if specs is None:
             specs = {f"layers.{2 * group + i}": SPECS[group] for group in range(groups) for i in range(2)}
-        held = {name: 2 if heads is None else heads.held(spec) for name, spec in specs.items()}
+        held = {name: 2 if heads is None else heads.held_heads(spec) for name, spec in specs.items()}
         self.pages = {
             name: torch.zeros(BLOCKS, held[name], BLOCK, 2 * spec.head_size) for name, spec in specs.items()
         }
