@@ -109,7 +109,7 @@ def test_the_table_lists_what_is_told(counts: Counts, recorder: Recorder) -> Non
         counter["disk"] += 16
     for counter in (counts.stored_records, counts.stored_bytes):
         counter["disk"] += 16
-    recorder.loaded(Loaded(16), 1.0, kept=False)
+    recorder.loaded(Loaded(16), 1.0, complete=False)
     recorder.stored(Stored(16, 16), 1.0)
     recorder.cancelled_saves(1)
     recorder.blended(BlendDone("a", 1, 2, 3, (), np.zeros(1, np.int32), {"rows": 1.0}))
