@@ -1,10 +1,11 @@
-"""Shared handling of settings: reading files, explaining errors, grouping a command's options."""
+"""Shared handling of settings: reading files and objects, explaining errors, grouping a command's options."""
 
 from __future__ import annotations
 
 import difflib
 import inspect
 import os
+import reprlib
 import sys
 import tomllib
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -13,11 +14,13 @@ from functools import wraps
 from importlib import import_module
 from importlib.metadata import entry_points
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any, TypeVar, get_args
 
 from pydantic import BaseModel, ValidationError
 
 from kvkit.format.urls import shown
+
+_Model = TypeVar("_Model", bound=BaseModel)
 
 ENVIRONMENT = "environment"
 TOO_DEEP = "tables or lists are nested too deep"
@@ -41,6 +44,26 @@ def read_toml(path: str | os.PathLike[str]) -> dict[str, Any]:
         raise ConfigError(f"{path}: {TOO_DEEP}") from error
     except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
         raise ConfigError(f"{path}: {error}") from error
+
+
+def read_object(given: Any, model: type[_Model], where: str, alternative: str = "") -> _Model:
+    """Parse a request's object by its model.
+
+    Args:
+        given: the object, decoded from JSON.
+        where: name of the object, for messages.
+        alternative: values allowed instead of an object, for messages, such as "false, or ".
+
+    Raises:
+        ConfigError: it is no object, or a field is unknown or invalid.
+    """
+    if not isinstance(given, dict):
+        choices = ", ".join(model.model_fields)
+        raise ConfigError(f"{where} = {reprlib.repr(given)}: want {alternative}an object of {choices}")
+    try:
+        return model.model_validate(given)
+    except ValidationError as error:
+        raise ConfigError(explain(error, model, f"{where}.")) from error
 
 
 def explain(

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from vllm.distributed.kv_transfer.kv_connector.v1.example_connector import ExampleConnector
 
-from kvkit.adapters.vllm.blending.order import PageOrder
+from kvkit.adapters.vllm.blending.page_order import PageOrder
 from kvkit.format.rope import Rope
 
 LAYER = 3

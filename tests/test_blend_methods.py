@@ -139,7 +139,7 @@ def test_the_questions_attention_is_that_of_the_model(
     kv, attentions = full(model, TOKENS)
     plan = plan_blend(N, 80)
     asked = NeedsQuestion(1.0, 3, heads, value_norm)
-    seen = _Run(decoder, paged(kv), TOKENS, plan, None).attention(asked, LAYERS, plan.computed)
+    seen = _Run(decoder, paged(kv), TOKENS, plan, None).measure_attention(asked, LAYERS, plan.computed)
     for layer, shown in zip(range(LAYERS - 3, LAYERS), seen, strict=True):
         paid = attentions[layer][:, 80:]
         if value_norm:
@@ -169,7 +169,7 @@ def test_full_recompute_is_looked_at_in_other_pages(model: Any, decoder: Hugging
     kv = stale(model, plan)
     before = [(k.clone(), v.clone()) for k, v in kv.layers]
     run = _Run(decoder, kv, TOKENS, plan, None)
-    paid, changes = run.recomputed()
+    paid, changes = run.measure_recompute()
     exact, attentions = full(model, TOKENS)
     expected = [layer[:, plan.question].sum(1).mean(0) for layer in attentions]
     np.testing.assert_allclose(paid, np.stack(expected), rtol=1e-3, atol=1e-6)
@@ -187,7 +187,8 @@ def test_anchors_that_are_all_tokens_hide_nothing(model: Any, decoder: HuggingFa
 
     def shown(anchors: float) -> Floats:
         run = _Run(decoder, stale(model, plan), TOKENS, plan, None)
-        return run.attention(NeedsQuestion(1.0, anchors=anchors, value_norm=False), LAYERS, plan.computed)
+        needs = NeedsQuestion(1.0, anchors=anchors, value_norm=False)
+        return run.measure_attention(needs, LAYERS, plan.computed)
 
     all_seen, few = shown(1.0), shown(0.1)
     np.testing.assert_allclose(shown(0.9999), all_seen, rtol=1e-3, atol=1e-5)

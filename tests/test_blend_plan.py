@@ -18,7 +18,7 @@ from kvkit.blend.plan import (
     Span,
     choose,
     count_of,
-    filtered,
+    counts_by_layer,
     plan_blend,
     select_tokens,
     split,
@@ -233,7 +233,7 @@ def test_choosing_and_recomputing_keep_to_the_budget(
     if asks and looked > 1:
         assert choosing <= wanted * layers / 2
     if isinstance(needs, NeedsDeviation):
-        by_layer = filtered(selection, plan, layers)
+        by_layer = counts_by_layer(selection, plan, layers)
         assert sum(by_layer) == count * (layers - 1 if needs.gradual and layers > 1 else 1)
         assert by_layer == sorted(by_layer, reverse=True)
         assert max(by_layer) <= reused

@@ -28,7 +28,16 @@ from kvkit.adapters.huggingface.probe import probe_layout
 from kvkit.blend import gate
 from kvkit.blend.methods.method import NeedsDeviation, NeedsQuestion
 from kvkit.blend.methods.registry import METHODS
-from kvkit.blend.plan import BlendError, BlendPlan, Selection, Span, count_of, filtered, plan_blend, split
+from kvkit.blend.plan import (
+    BlendError,
+    BlendPlan,
+    Selection,
+    Span,
+    count_of,
+    counts_by_layer,
+    plan_blend,
+    split,
+)
 from kvkit.blend.run import PagedKV, blend
 from kvkit.config import load_config
 from kvkit.kernels.pages import reference
@@ -142,7 +151,7 @@ def test_only_chosen_tokens_change(method: str) -> None:
     blended = blend(decoder, paged(kv), tokens, plan, selection, auxiliary=by_position)
     needs = METHODS[method].needs
     gradual = isinstance(needs, NeedsDeviation) and needs.gradual
-    assert len(blended.selected) == (filtered(selection, plan, 4)[0] if gradual else count)
+    assert len(blended.selected) == (counts_by_layer(selection, plan, 4)[0] if gradual else count)
     assert {32, 33, 70, 71} <= set(blended.selected.tolist())
     rows = np.union1d(plan.computed, blended.selected)
     kept = np.setdiff1d(np.arange(N), rows)

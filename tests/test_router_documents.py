@@ -192,7 +192,7 @@ def test_a_document_is_behind_its_system_prompt(start: Start) -> None:
         (parts({"type": "document", "text": 7}), r"content\[0\]: want the document's text"),
         (parts({"type": "document", "id": "doc-1"}), r"content\[0\].id = 'doc-1': no text was posted"),
         (parts(*[document("x")] * 257), "257 documents, want at most 256"),
-        (chat("a", **blending(3)), "blend = 3: want false, or an object with documents, joints"),
+        (chat("a", **blending(3)), "blend = 3: want false, or an object of documents, joints"),
         (chat("a", **blending({"ratios": 1})), "blend.ratios: unknown setting; did you mean 'ratio'"),
         (chat("a", **blending({"ratio": 0.01})), "blend.ratio = 0.01: want at least 0.05"),
         (chat("a", **blending({"ratio": True})), "blend.ratio = True: .*number"),

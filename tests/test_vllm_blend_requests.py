@@ -63,7 +63,7 @@ def test_of_a_ratio_of_nothing_no_token_is_computed_again_that_is_not_asked_for(
 @pytest.mark.parametrize(
     ("blend", "told"),
     [
-        (3, r"blend = 3: want false, or an object with documents, joints, prefix, ratio, method"),
+        (3, r"blend = 3: want false, or an object of documents, joints, prefix, ratio, method"),
         ({"document": [[0, 9]]}, r"blend\.document: unknown setting; did you mean 'documents'\?"),
         ({}, r"blend\.documents: want \[\[start, stop\], \.\.\.\]: .* has no marks"),
         ({"documents": [[0, 9, 11]]}, r"blend\.documents: \[0, 9, 11\]: want \[start, stop\]"),

@@ -22,7 +22,7 @@ from waiting import wait_for
 from kvkit.adapters.engine.lookup_request import LookupRequest
 from kvkit.adapters.engine.lookup_request import Sequence as Prompt
 from kvkit.adapters.vllm.blending.blender import BlendedPrompt
-from kvkit.adapters.vllm.blending.placing import Placing
+from kvkit.adapters.vllm.blending.executor import DocumentPages
 from kvkit.adapters.vllm.step import Arrival, BlendTask, LoadTask, SaveTask, WorkerReport
 from kvkit.blend.plan import Selection, Span
 from kvkit.format.rope import Rope
@@ -56,13 +56,14 @@ class DoneAtOnce:
     def __init__(self) -> None:
         self.prompts: list[BlendedPrompt] = []
 
-    def begin(self, prompt: BlendedPrompt) -> None:
+    def begin_prompt(self, prompt: BlendedPrompt) -> None:
         self.prompts.append(prompt)
-        prompt.left = prompt.rows(prompt.plan.computed)
+        prompt.pending_rows = prompt.rows_at(prompt.plan.computed)
 
-    def step(self, prompts: Sequence[BlendedPrompt]) -> None:
+    def advance(self, prompts: Sequence[BlendedPrompt]) -> None:
         for prompt in prompts:
-            prompt.left, prompt.selected = prompt.rows(np.zeros(0, np.int32)), np.zeros(0, np.int32)
+            prompt.selected = np.zeros(0, np.int32)
+            prompt.pending_rows = prompt.rows_at(prompt.selected)
 
 
 class Blending(Rank):
@@ -75,7 +76,7 @@ class Blending(Rank):
         h, n, d = np.ix_(range(2), range(BLOCK), range(SIZE))
         order = type("Order", (), {"k": torch.from_numpy((h * BLOCK + n) * 2 * SIZE + d)})
         order.v = order.k + SIZE
-        worker.add_blending(self.model, Placing(worker._context.groups, [order], ROPES))
+        worker.add_blending(self.model, DocumentPages(worker._context.groups, [order], ROPES))
         assert worker.blends is not None
         self.blends = worker.blends
         generator = torch.Generator().manual_seed(0)

@@ -307,7 +307,7 @@ def test_every_request_of_a_step_is_looked_at() -> None:
 
 def test_blocks_of_fewer_bits_are_kept_to_their_request() -> None:
     kept: list[tuple[str, int]] = []
-    private = SimpleNamespace(begin=lambda request, first: kept.append((request.request_id, first)))
+    private = SimpleNamespace(make_private=lambda request, first: kept.append((request.request_id, first)))
     scheduler, a = made(approximate=frozenset({"few"})), request(20)
     scheduler.bind(private)
     scheduler.get_num_new_matched_tokens(a, 0)

@@ -12,7 +12,7 @@ pytest.importorskip("vllm")
 
 from test_vllm_pages import BLOCKS, CHUNK, FORMS, FULL, views
 
-from kvkit.adapters.vllm.blending.placing import Placing
+from kvkit.adapters.vllm.blending.executor import DocumentPages
 from kvkit.adapters.vllm.pages import group_pages
 from kvkit.format.layout import Namespace
 from kvkit.format.rope import Rope
@@ -59,7 +59,7 @@ def test_a_document_is_where_the_prompt_has_it(
             token(expected[name], WANTED[at // 32], at % 32).copy_(torch.cat([turned, v], -1))
     positions, took = np.arange(CHUNK) + DELTA, list[float]()
     positions[:PREFIX] = -1
-    (place,) = Placing([group], [None], ropes).places((WANTED,), positions, DELTA, took.append)
+    (place,) = DocumentPages([group], [None], ropes).pages_at((WANTED,), positions, DELTA, took.append)
     place.fill(form, 0, [record], None, ())
     for name, pages in tensors.items():
         torch.testing.assert_close(pages, expected[name], atol=1e-6, rtol=1e-6)

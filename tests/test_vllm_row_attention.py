@@ -22,11 +22,10 @@ from vllm.model_executor.layers.attention import Attention
 from vllm.model_executor.layers.attention.chunked_local_attention import ChunkedLocalAttention
 
 from kvkit.adapters.vllm import compat
-from kvkit.adapters.vllm.blending.attention import OwnAttention, OwnLayer, scoring
-from kvkit.adapters.vllm.blending.choice import RowsForm, entry
-from kvkit.adapters.vllm.blending.choosing import PagesOfLayers, QuestionAttention
+from kvkit.adapters.vllm.blending.attention import KvkitAttention, KvkitLayer, RowSizes, scoring, tuned_entry
+from kvkit.adapters.vllm.blending.blender import LayerPages, QuestionAttention
 from kvkit.adapters.vllm.blending.row_problems import PromptRows, problems, row_problem
-from kvkit.adapters.vllm.blending.rows import AttentionLayer, RowsOf
+from kvkit.adapters.vllm.blending.rows import AttentionLayer, RequestRows
 from kvkit.blend.methods.method import NeedsQuestion
 from kvkit.blend.plan import Span, plan_blend
 from kvkit.environment import slug_of
@@ -68,9 +67,9 @@ class Request:
     blocks: tuple[list[int], list[int]]
 
     @property
-    def rows(self) -> RowsOf:
+    def rows(self) -> RequestRows:
         at = np.array(self.positions)
-        return RowsOf(np.zeros(len(at), np.int32), at, self.blocks)
+        return RequestRows(np.zeros(len(at), np.int32), at, self.blocks)
 
 
 REQUESTS = (
@@ -112,9 +111,9 @@ def expected(given: AttentionLayer, q: torch.Tensor, softcap: float = 0) -> torc
 def test_rows_see_what_is_before_them_in_vllms_pages(layout: str, kernel: int | None) -> None:
     """Several requests, with a block table for full attention and one for a window; padding stays."""
     full, sliding = layer(layout, kernel), layer(layout, kernel, 1, per_layer_sliding_window=WINDOW)
-    own = OwnAttention.of([full, sliding], 1)
+    own = KvkitAttention.of([full, sliding], 1)
     assert own is not None
-    plan, q = own.plan([request.rows for request in REQUESTS], CPU), queries()
+    plan, q = own.plan_rows([request.rows for request in REQUESTS], CPU), queries()
     for i, given in enumerate((full, sliding)):
         out = torch.full_like(q, math.nan)
         plan.attend(i, q, given.module.kv_cache, out)
@@ -124,11 +123,11 @@ def test_rows_see_what_is_before_them_in_vllms_pages(layout: str, kernel: int | 
 
 def test_a_soft_cap_is_the_layers() -> None:
     capped = layer(logits_soft_cap=1.5)
-    own = OwnAttention.of([capped], 1)
+    own = KvkitAttention.of([capped], 1)
     assert own is not None
     q = queries()
     out = torch.empty_like(q)
-    own.plan([request.rows for request in REQUESTS], CPU).attend(0, q, capped.module.kv_cache, out)
+    own.plan_rows([request.rows for request in REQUESTS], CPU).attend(0, q, capped.module.kv_cache, out)
     torch.testing.assert_close(out[:-2].double(), expected(capped, q, 1.5), atol=3e-5, rtol=3e-5)
 
 
@@ -136,9 +135,9 @@ def test_a_soft_cap_is_the_layers() -> None:
 def test_the_kernel_reads_vllms_pages_as_they_are(kernel: int | None) -> None:
     """In Triton's interpreter: tokens outermost, K and V side by side, blocks of the kernel's own size."""
     given = layer("LBNHC", kernel)
-    own, q = OwnAttention.of([given], 1), queries()
+    own, q = KvkitAttention.of([given], 1), queries()
     assert own is not None
-    rows = own.plan([request.rows for request in REQUESTS], CPU).rows[own.layers[0]]
+    rows = own.plan_rows([request.rows for request in REQUESTS], CPU).rows[own.layers[0]]
     k, v = given.module.kv_cache.split(SIZE, -1)
     out, lse = torch.full_like(q[:-2], math.nan), torch.empty(q[:-2].shape[:2])
     for launch in triton.attention(q[:-2], k, v, rows, own.layers[0].scoring, out, lse):
@@ -148,10 +147,10 @@ def test_the_kernel_reads_vllms_pages_as_they_are(kernel: int | None) -> None:
 
 def test_a_block_that_is_missed_is_an_error() -> None:
     """A window has left it: nobody looks. Full attention would read another's tokens."""
-    own = OwnAttention.of([layer(table=1)], 1)
+    own = KvkitAttention.of([layer(table=1)], 1)
     assert own is not None
     with pytest.raises(RowsError, match="block -1"):
-        own.plan([REQUESTS[1].rows], CPU)
+        own.plan_rows([REQUESTS[1].rows], CPU)
 
 
 def biased() -> Any:
@@ -177,7 +176,7 @@ def test_what_kvkit_does_not_compute_is_the_engines(
     other = make()
     other.kv_cache = given.module.kv_cache
     with caplog.at_level("INFO"):
-        assert OwnAttention.of([given, replace(given, module=other)], 1) is None
+        assert KvkitAttention.of([given, replace(given, module=other)], 1) is None
     assert "engine's attention: model.layers.0.attn: " in caplog.text
     assert reason in caplog.text
 
@@ -186,7 +185,7 @@ def test_quantised_pages_are_the_engines() -> None:
     given = layer()
     given.module.kv_cache = given.module.kv_cache.to(torch.float8_e4m3fn)
     with pytest.raises(ValueError, match="float8_e4m3fn"):
-        OwnLayer.of(given)
+        KvkitLayer.of(given)
 
 
 @pytest.fixture
@@ -199,8 +198,8 @@ def gpu(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Path]:
     forget_tables()
 
 
-def form(rows: int, runs: int, context: int = 8192) -> RowsForm:
-    return RowsForm(rows, runs, context, 4, 128, "bfloat16")
+def form(rows: int, runs: int, context: int = 8192) -> RowSizes:
+    return RowSizes(rows, runs, context, 4, 128, "bfloat16")
 
 
 @pytest.mark.parametrize(
@@ -218,7 +217,7 @@ def form(rows: int, runs: int, context: int = 8192) -> RowsForm:
 def test_many_short_runs_are_kvkits(rows: int, runs: int, tiles: tuple[int, int], wins: bool) -> None:
     given = form(rows, runs)
     assert (given.tiles(together=False), given.tiles(together=True)) == tiles
-    assert given.untuned == wins
+    assert given.is_kvkit_expected_faster == wins
 
 
 def positions(count: int, step: int) -> NDArray[np.int64]:
@@ -227,20 +226,20 @@ def positions(count: int, step: int) -> NDArray[np.int64]:
 
 def test_what_was_tuned_decides_where_one_rank_runs_the_model(gpu: Path) -> None:
     given = layer()
-    own, several = OwnAttention.of([given], 1), OwnAttention.of([given], 2)
+    own, several = KvkitAttention.of([given], 1), KvkitAttention.of([given], 2)
     assert own is not None
     assert several is not None
-    consecutive, strewn = (RowsOf(np.zeros(64, np.int32), positions(64, s), ([], [])) for s in (1, 2))
-    assert [own.wins([rows], 256) for rows in (consecutive, strewn)] == [False, True]
-    tuned = RowsForm(64, 64, 127, *own.form)
+    consecutive, strewn = (RequestRows(np.zeros(64, np.int32), positions(64, s), ([], [])) for s in (1, 2))
+    assert [own.is_faster([rows], 256) for rows in (consecutive, strewn)] == [False, True]
+    tuned = RowSizes(64, 64, 127, *own.head_sizes)
     key = TunedKey(tuned.bucket, build_of(attend, False))
-    write_table(gpu, "Imaginary 9", {key: Tuned(entry(False), 1.0, 2.0)})
-    assert not own.wins([strewn], 256)
-    assert several.wins([strewn], 256), "ranks that chose otherwise would cut rows otherwise"
-    assert own.wins([strewn], 63), "the engine would run the model twice"
+    write_table(gpu, "Imaginary 9", {key: Tuned(tuned_entry(False), 1.0, 2.0)})
+    assert not own.is_faster([strewn], 256)
+    assert several.is_faster([strewn], 256), "ranks that chose otherwise would cut rows otherwise"
+    assert own.is_faster([strewn], 63), "the engine would run the model twice"
 
 
-class PagesAsTheyAre(PagesOfLayers):
+class PagesAsTheyAre(LayerPages):
     """Of layers whose pages are not opaque, as on a GPU."""
 
     def __init__(self, layers: list[AttentionLayer]) -> None:
@@ -273,7 +272,7 @@ def test_the_question_is_seen_over_vllms_pages(
     at, q = np.array([90, *question]), queries()[:6]
     for part in (slice(0, 2), slice(2, 6)):
         for i in range(2):
-            asking.look(i, q[part], at[part])
+            asking.add_queries(i, q[part], at[part])
     want = []
     for one in layers[-(asked.last or 2) :]:
         table = np.maximum(blocks[one.table], 0)
@@ -283,20 +282,20 @@ def test_the_question_is_seen_over_vllms_pages(
         values = v.transpose(0, 1) if asked.value_norm else None
         scores = reference.query_scores(q, k.transpose(0, 1), values, rows, scoring(one.module))
         want.append((scores.amax(0) if asked.heads == "max" else scores.mean(0)).numpy())
-    asking.add_up()
-    np.testing.assert_allclose(asking.seen(), np.stack(want), rtol=1e-4, atol=1e-6)
+    asking.start_combining()
+    np.testing.assert_allclose(asking.wait_for_scores(), np.stack(want), rtol=1e-4, atol=1e-6)
 
 
 def test_a_problem_is_right_with_kvkits_and_with_nothing_else() -> None:
     problem = row_problem(PromptRows(256, 0.2, heads=2, group=2, size=16))
-    assert problem.space == (entry(True), entry(False))
+    assert problem.space == (tuned_entry(True), tuned_entry(False))
     case = problem.make(CPU, True)
     case.poison()
     assert case.fault()
-    case.run(entry(True))
+    case.run(tuned_entry(True))
     assert case.fault() == ""
     (launch,) = case.launches(None)
-    assert launch.config == entry(True)  # type: ignore[attr-defined]
+    assert launch.config == tuned_entry(True)  # type: ignore[attr-defined]
     case.outputs[0][0, 0, 0] += 1
     assert case.fault()
 
@@ -306,4 +305,6 @@ def test_every_problem_is_for_a_choice_of_its_own() -> None:
     assert (
         len({problem.name for problem in every}) == len({problem.bucket for problem in every}) == len(every)
     )
-    assert {problem.space for problem in every} == {(entry(x), entry(not x)) for x in (False, True)}
+    assert {problem.space for problem in every} == {
+        (tuned_entry(x), tuned_entry(not x)) for x in (False, True)
+    }

@@ -551,7 +551,7 @@ def test_nor_is_what_is_received_for_a_request_that_ends_before() -> None:
 def approximate(*segments: tuple[str, int], **fields: object) -> tuple[Scheduler, list[int], Request]:
     """A scheduler that knows what was found of a request, of "few" with fewer bits; what it keeps private."""
     begun: list[int] = []
-    kept, a = SimpleNamespace(begin=lambda request, tokens: begun.append(tokens)), request(41)
+    kept, a = SimpleNamespace(make_private=lambda request, tokens: begun.append(tokens)), request(41)
     scheduler = new_scheduler(approximate=frozenset({"few"}), **fields)
     scheduler.bind(kept)
     scheduler.get_num_new_matched_tokens(a, 0)

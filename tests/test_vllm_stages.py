@@ -16,7 +16,7 @@ pytest.importorskip("vllm")
 
 from vllm_rank import BLOCK, BLOCKS, CHUNK, IDS, SPECS, TABLE, Rank
 
-from kvkit.adapters.vllm.blending.order import PageOrder
+from kvkit.adapters.vllm.blending.page_order import PageOrder
 from kvkit.adapters.vllm.pages import RankHeads, StageLayers, group_pages, rank_heads, stage_layers
 from kvkit.adapters.vllm.step import LoadTask
 from kvkit.format.layout import KVLayout, Precision

@@ -15,7 +15,7 @@ pytest.importorskip("vllm")
 from vllm.v1.kv_cache_interface import FullAttentionSpec, MambaSpec
 
 from kvkit.adapters.engine.lookup_request import LookupRequest, Sequence, TokenIds
-from kvkit.adapters.vllm.blending.order import PageOrder
+from kvkit.adapters.vllm.blending.page_order import PageOrder
 from kvkit.adapters.vllm.loras import Loras
 from kvkit.adapters.vllm.pages import RankHeads, StageLayers, add_states, group_pages
 from kvkit.adapters.vllm.settings import read_settings

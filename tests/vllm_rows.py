@@ -13,26 +13,26 @@ from vllm.distributed import get_pp_group
 from vllm.lora.request import LoRARequest
 
 from kvkit.adapters.vllm.blending import check
-from kvkit.adapters.vllm.blending.attention import OwnAttention, OwnRows
-from kvkit.adapters.vllm.blending.order import PageOrder, read_tokens
-from kvkit.adapters.vllm.blending.rows import RowRunner, RowsOf
+from kvkit.adapters.vllm.blending.attention import KvkitAttention, KvkitRows
+from kvkit.adapters.vllm.blending.page_order import PageOrder, read_tokens
+from kvkit.adapters.vllm.blending.rows import RequestRows, RowRunner
 from kvkit.blend.plan import BlendError
 
 
 def checked(runner: Any) -> list[list[float] | None]:
     """What the check finds of each layer: [scale, channels, first channel, first and last frequency]."""
-    _, ropes = check.open_rows(runner)
+    _, ropes = check.open_row_runner(runner)
     return [r and [r.scale, r.channels, r.first, r.inv_freq[0], r.inv_freq[-1]] for r in ropes]
 
 
 def refused(runner: Any, falsify: str) -> str:
     """What the check says where rows, the rope that is found or settings of the last stage are false."""
-    ropes, run = check._ropes, RowRunner.run
+    ropes, run = check._candidate_ropes, RowRunner.run
 
     def turned_too_far(model: Any) -> Any:
         return [replace(r, inv_freq=tuple(f * 1.01 for f in r.inv_freq)) for r in ropes(model)]
 
-    def without_the_first(rows: RowRunner, given: list[RowsOf], *more: Any, **wanted: Any) -> Any:
+    def without_the_first(rows: RowRunner, given: list[RequestRows], *more: Any, **wanted: Any) -> Any:
         """Rows after a gap attend to blocks that are not theirs."""
         moved = [r if len(r.runs) == 2 else replace(r, blocks=_blocks(runner, 5)) for r in given]
         return run(rows, moved, *more, **wanted)
@@ -42,14 +42,14 @@ def refused(runner: Any, falsify: str) -> str:
         if falsify == "stage":
             cache.kv_sharing_fast_prefill = get_pp_group().is_last_rank
         elif falsify == "rope":
-            check._ropes = turned_too_far
+            check._candidate_ropes = turned_too_far
         elif falsify == "rows":
             RowRunner.run = without_the_first
-        check.open_rows(runner)
+        check.open_row_runner(runner)
     except BlendError as error:
         return str(error)
     finally:
-        check._ropes, RowRunner.run = ropes, run
+        check._candidate_ropes, RowRunner.run = ropes, run
         cache.kv_sharing_fast_prefill = False
     return ""
 
@@ -68,7 +68,7 @@ def refusals(runner: Any) -> list[str]:
         before = getattr(where, name)
         object.__setattr__(where, name, value)
         try:
-            check.refuse(runner)
+            check.refuse_unsupported(runner)
         except BlendError as error:
             said.append(str(error))
         finally:
@@ -87,7 +87,8 @@ def computed(
 
     Returns:
         logprobs of the most probable token after each prompt, by its prefill as rows; how much hidden states,
-        and K and V of all layers, differ afterwards; rows of each part's requests, and what `look` was shown.
+        and K and V of all layers, differ afterwards; rows of each batch by request, and of each call of
+        `on_queries`.
     """
     rows = _rows(runner)
     orders = [PageOrder.of(layer.module) for layer in rows.layers]
@@ -96,10 +97,10 @@ def computed(
         blocks = _blocks(runner, at, len(ids))
         at = 1 + max(max(group) for group in blocks)
         whole.append(
-            RowsOf(np.array(ids, np.int32), np.arange(len(ids)), blocks, lora and LoRARequest(**lora))
+            RequestRows(np.array(ids, np.int32), np.arange(len(ids)), blocks, lora and LoRARequest(**lora))
         )
     first: list[list[torch.Tensor]] = [[] for _ in whole]
-    for part in rows.parts(whole, most):
+    for part in rows.batches(whole, most):
         for (which, _), found in zip(part, rows.run([piece for _, piece in part]), strict=False):
             first[which].append(found)
     hidden = [torch.cat(found) for found in first if found]
@@ -109,11 +110,11 @@ def computed(
     again = [replace(w, ids=w.ids[s], positions=w.positions[s]) for w, s in zip(whole, some, strict=True)]
     for piece in again:
         rubbish = replace(piece, ids=(piece.ids * 7 + 3) % 1000)
-        for part in rows.parts([rubbish]):
+        for part in rows.batches([rubbish]):
             rows.run([p for _, p in part])
     dirty = _kv(rows, orders, whole)
     sizes, looks, worst = [], [], []
-    for part in rows.parts(again, most):
+    for part in rows.batches(again, most):
         pieces = [piece for _, piece in part]
         looked: list[int] = []
         found = rows.run(pieces, lambda layer, q, looked=looked: looked.append(q.shape[0]))
@@ -141,10 +142,10 @@ def adapters(runner: Any, loras: list[dict[str, Any]], ids: list[int]) -> list[A
     runner._set_active_loras((known[0].lora_int_id,), (known[0].lora_int_id,) * 3, {known[0]})
     before = [manager._adapter_manager._last_mapping, list(manager._adapter_manager.lora_index_to_id)]
     given = [
-        RowsOf(np.array(ids, np.int32), np.arange(len(ids)), _blocks(runner, at, len(ids)), lora)
+        RequestRows(np.array(ids, np.int32), np.arange(len(ids)), _blocks(runner, at, len(ids)), lora)
         for at, lora in ((1, known[0]), (20, None), (40, known[1]))
     ]
-    parts = list(rows.parts(given))
+    parts = list(rows.batches(given))
     for part in parts:
         rows.run([piece for _, piece in part])
     after = [manager._adapter_manager._last_mapping, list(manager._adapter_manager.lora_index_to_id)]
@@ -156,7 +157,7 @@ def stopped(runner: Any, ids: list[int], layers: int) -> list[list[float]]:
     """How far a run of the first `layers` layers changes each layer's K and V, and how many it shows."""
     rows = _rows(runner)
     orders = [PageOrder.of(layer.module) for layer in rows.layers]
-    given = RowsOf(np.array(ids, np.int32), np.arange(len(ids)), _blocks(runner, 1, len(ids)))
+    given = RequestRows(np.array(ids, np.int32), np.arange(len(ids)), _blocks(runner, 1, len(ids)))
     seen: list[list[torch.Tensor]] = [[], []]
     kept = []
     for times, wanted in enumerate((rows.count, layers)):
@@ -177,14 +178,14 @@ def by_kvkit(runner: Any, prompts: list[list[int]], share: float, scale: float =
     Returns:
         what the check says of that attention, then that.
     """
-    begin, attend = RowRunner.__init__, OwnRows.attend
+    begin, attend = RowRunner.__init__, KvkitRows.attend
     orders = [PageOrder.of(layer.module) for layer in RowRunner(runner).layers]
 
     def with_own(rows: RowRunner, runner: Any) -> None:
         begin(rows, runner)
-        rows.own, rows.most_runs = OwnAttention.of(rows.layers, 1), 2
+        rows.kvkit_attention, rows.max_runs = KvkitAttention.of(rows.layers, 1), 2
 
-    def in_order(own: OwnRows, layer: int, q: torch.Tensor, pages: torch.Tensor, out: torch.Tensor) -> None:
+    def in_order(own: KvkitRows, layer: int, q: torch.Tensor, pages: torch.Tensor, out: torch.Tensor) -> None:
         order = orders[layer]
         assert order is not None
         heads, tokens, _ = order.k.shape
@@ -194,11 +195,11 @@ def by_kvkit(runner: Any, prompts: list[list[int]], share: float, scale: float =
 
     try:
         _rows.cache_clear()
-        RowRunner.__init__, OwnRows.attend = with_own, in_order  # type: ignore[method-assign]
-        fits = check.own_attention(RowRunner(runner)) is not None
+        RowRunner.__init__, KvkitRows.attend = with_own, in_order  # type: ignore[method-assign]
+        fits = check.open_kvkit_attention(RowRunner(runner)) is not None
         return [fits, computed(runner, prompts, share)]
     finally:
-        RowRunner.__init__, OwnRows.attend = begin, attend  # type: ignore[method-assign]
+        RowRunner.__init__, KvkitRows.attend = begin, attend  # type: ignore[method-assign]
         _rows.cache_clear()
 
 
@@ -224,7 +225,7 @@ def _blocks(runner: Any, first: int, tokens: int = 1) -> tuple[list[int], ...]:
     return tuple(list(range(a, b)) for a, b in itertools.pairwise(counts))
 
 
-def _kv(rows: RowRunner, orders: list[PageOrder | None], given: list[RowsOf]) -> list[torch.Tensor]:
+def _kv(rows: RowRunner, orders: list[PageOrder | None], given: list[RequestRows]) -> list[torch.Tensor]:
     found = []
     for layer, order in zip(rows.layers, orders, strict=True):
         for one in given:

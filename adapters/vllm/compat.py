@@ -502,7 +502,7 @@ def draft_reads_ahead(draft: Any) -> bool:
 
 
 def check_private_blocks(manager: Any) -> None:
-    """Check that blocks of a request can be renamed: see `kvkit.adapters.vllm.blending.private`.
+    """Check that blocks of a request can be renamed: see `kvkit.adapters.vllm.blending.blocks`.
 
     Args:
         manager: vLLM's `KVCacheManager`.

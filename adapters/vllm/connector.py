@@ -24,7 +24,7 @@ from vllm.v1.request import RequestStatus
 
 from kvkit.adapters.engine.lookup_request import LookupAnswer, LookupRequest
 from kvkit.adapters.vllm import compat, pages, shutdown, states
-from kvkit.adapters.vllm.blending.page_orders import find_orders
+from kvkit.adapters.vllm.blending.page_order import find_page_orders
 from kvkit.adapters.vllm.checks import check_arrangement, reads_slices, why_uncached
 from kvkit.adapters.vllm.identity import lora_settings, rank_namespace
 from kvkit.adapters.vllm.loras import Loras
@@ -155,7 +155,7 @@ class KVKitConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]  # 
         update = {"server": self._config.server.of_rank(first_rank), "shutdown_timeout_s": timeout_s}
         config = self._config.model_copy(update=update)
         precision = self._config.precision
-        orders = find_orders(self._vllm_config, kv_caches, precision) if opaque and precision else None
+        orders = find_page_orders(self._vllm_config, kv_caches, precision) if opaque and precision else None
         layout, groups = pages.group_pages(
             self._specs, kv_caches, blocks, opaque, heads, layers, precision, orders
         )

@@ -23,7 +23,7 @@ from vllm.v1.kv_cache_interface import (
 
 from kvkit.adapters.engine.dividing import divide
 from kvkit.adapters.vllm import compat, states
-from kvkit.adapters.vllm.blending.order import PageOrder
+from kvkit.adapters.vllm.blending.page_order import PageOrder
 from kvkit.format.layout import KVLayout, LayerGroup, LayoutError, Precision, heads_of
 from kvkit.kernels.pages.api import Pages
 from kvkit.settings import ConfigError
@@ -437,7 +437,7 @@ class _Grouping:
             layer_names = tuple(all_names[layer_range.start : layer_range.stop])
             order = None
             if self.orders is not None:
-                order = self.orders[layer_names[0]].part(in_rank.start, len(in_rank)).joined
+                order = self.orders[layer_names[0]].of_heads(in_rank.start, len(in_rank)).joined
             pages = Pages.of(record_group, tensors, order, in_record)
             yield GroupPages(table, spec.block_size, ratio, pages, layer_names, spec)
 

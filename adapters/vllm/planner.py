@@ -17,7 +17,7 @@ from itertools import takewhile
 from typing import Any, Protocol
 
 from kvkit.adapters.engine.lookup_request import LookupAnswer, LookupRequest, Sequence
-from kvkit.adapters.vllm.blending.blend import Blend
+from kvkit.adapters.vllm.blending.requests import Blend
 from kvkit.adapters.vllm.params import RemoteDecode, RemotePrefill
 from kvkit.adapters.vllm.step import StepMetadata, Tables, WorkerReport
 from kvkit.transfer.policy import RequestPolicy

@@ -14,9 +14,9 @@ from typing import Any
 
 from kvkit.adapters.engine.lookup_request import LookupAnswer
 from kvkit.adapters.vllm.allocations import PendingAllocations
-from kvkit.adapters.vllm.blending.blend import Blend
 from kvkit.adapters.vllm.blending.blend_planner import BlendPlanner
-from kvkit.adapters.vllm.blending.private import PrivateBlocks
+from kvkit.adapters.vllm.blending.blocks import PrivateBlocks
+from kvkit.adapters.vllm.blending.requests import Blend
 from kvkit.adapters.vllm.handoff.handoff_planner import HandoffPlanner
 from kvkit.adapters.vllm.planner import (
     BlocksOf,
@@ -160,7 +160,7 @@ class Scheduler:
             return False
         self._ended[request.request_id] = request.num_prompt_tokens
         if self.private is not None:
-            self.private.end(request)
+            self.private.drop_private(request)
         kept = None if self._is_void(state) else blocks
         keeps_blocks = [planner.request_finished(state, kept) for planner in self._planners]
         return any(keeps_blocks)
@@ -169,7 +169,7 @@ class Scheduler:
         """Return `kv_transfer_params` of an ended request: for the decode engine, or results of its blend."""
         state = self._requests.get(request.request_id)
         if state is not None and state.blend is not None:
-            return state.blend.answer()
+            return state.blend.output_params()
         return None if state is None or self._is_void(state) else self._handoffs.answer(state)
 
     def begin_epoch(self, epoch: str, keeps_old: bool = False) -> None:
@@ -247,5 +247,5 @@ class Scheduler:
         if stop > max(state.computed, exact) and state.private is None:
             assert self.private is not None
             state.private = max(state.computed, exact)
-            self.private.begin(state.request, state.private)
+            self.private.make_private(state.request, state.private)
         return max(state.computed, stop)

@@ -14,8 +14,7 @@ from vllm.v1.outputs import KVConnectorOutput
 from kvkit.adapters.vllm import compat, pages, shutdown, states
 from kvkit.adapters.vllm.blending import requests
 from kvkit.adapters.vllm.blending.blend_planner import BlendPlanner
-from kvkit.adapters.vllm.blending.private import PrivateBlocks
-from kvkit.adapters.vllm.blending.scratch import Scratch
+from kvkit.adapters.vllm.blending.blocks import PrivateBlocks, ScratchBlocks
 from kvkit.adapters.vllm.engine import VllmEngine
 from kvkit.adapters.vllm.epochs import Epochs
 from kvkit.adapters.vllm.events import Events
@@ -101,7 +100,7 @@ class SchedulerSide:
             return
         marks = requests.Marks.of(blend.marks, self.engine.encode) if blend.marks else None
         windows = tuple(pages.window_of(spec, config.chunk_tokens) for spec in self._tables)
-        scratch = Scratch(manager, config.block_tokens, windows)
+        scratch = ScratchBlocks(manager, config.block_tokens, windows)
         read = partial(requests.read, settings=blend, marks=marks)
         self.scheduler.bind(private, BlendPlanner(config, self.engine, read, private, scratch))
 
@@ -110,7 +109,7 @@ class SchedulerSide:
         report: WorkerReport | None = output.kv_connector_worker_meta
         if self.scheduler.blends is not None:
             for request_id in output.finished_recving or ():
-                self.scheduler.blends.finished_receiving(request_id)
+                self.scheduler.blends.scratch.release(request_id)
         if report is not None:
             self.scheduler.update_from_workers(report)
             if self.events is not None:

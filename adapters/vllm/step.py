@@ -73,7 +73,7 @@ class BlendTask:
         prefix: load of the exact tokens that vLLM does not have; None: vLLM has all of them.
         exact: leading tokens that stay as they are once `prefix` is loaded. Their KV is that of a full
             prefill, or, after a preemption, the result of this request's first blend.
-        spans: spans of the lookup's documents in the prompt, as far as every rank found them after `exact`.
+        spans: spans of the lookup's documents, cut to the tokens after `exact` that all ranks found.
         selection: how to choose the tokens to recompute.
         selected: tokens chosen before a preemption, int32 ascending; None: not chosen yet.
         blocks: the request's blocks, from token 0 to the last. Blocks that a window has left are replaced by
@@ -113,7 +113,7 @@ class BlendDone:
 
     Args:
         exact, reused, computed: tokens by kind, which add up to all tokens; selected ones count as reused.
-        spans: the task's spans, as far as they were placed.
+        spans: the task's spans, cut to the tokens that every rank loaded.
         selected: recomputed positions, int32 ascending.
         seconds: by stage: load, place, choose, rows.
     """

@@ -12,11 +12,9 @@ from typing import Any
 import torch
 
 from kvkit.adapters.engine.lookup_request import LookupAnswer, LookupRequest
-from kvkit.adapters.vllm.blending.blender import Blender
-from kvkit.adapters.vllm.blending.check import open_rows
-from kvkit.adapters.vllm.blending.choosing import PagesOfLayers
-from kvkit.adapters.vllm.blending.executor import BlendExecutor
-from kvkit.adapters.vllm.blending.placing import Placing
+from kvkit.adapters.vllm.blending.blender import Blender, LayerPages
+from kvkit.adapters.vllm.blending.check import open_row_runner
+from kvkit.adapters.vllm.blending.executor import BlendExecutor, DocumentPages
 from kvkit.adapters.vllm.capability import Capability, FinishedRequests, WorkerContext
 from kvkit.adapters.vllm.handoff.send_executor import SendExecutor
 from kvkit.adapters.vllm.loras import Loras
@@ -104,15 +102,15 @@ class Worker:
         Raises:
             BlendError: prompts of this model, or as the engine runs it, cannot be blended.
         """
-        rows, ropes = open_rows(runner)
-        pages = PagesOfLayers(rows)
-        placing = Placing.of(self._context.groups, pages, ropes)
-        placing.warm_up(formats_of(self.cache.layout, self.namespaces.current))
-        self.add_blending(Blender(rows, pages), placing)
+        rows, ropes = open_row_runner(runner)
+        pages = LayerPages(rows)
+        document_pages = DocumentPages.of(self._context.groups, pages, ropes)
+        document_pages.warm_up(formats_of(self.cache.layout, self.namespaces.current))
+        self.add_blending(Blender(rows, pages), document_pages)
 
-    def add_blending(self, blender: Blender, placing: Placing) -> None:
+    def add_blending(self, blender: Blender, pages: DocumentPages) -> None:
         """Blend prompts from now on."""
-        self.blends = BlendExecutor(self._context, self._loads.lookups, blender, placing)
+        self.blends = BlendExecutor(self._context, self._loads.lookups, blender, pages)
         self.capabilities.append(self.blends)
 
     def end_saves(self) -> None:

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from kvkit.adapters.vllm.blending.order import write_tokens
+from kvkit.adapters.vllm.blending.page_order import write_tokens
 from kvkit.settings import ConfigError
 
 _POISON = 0x5A

@@ -11,7 +11,7 @@ import numpy as np
 import torch
 
 from benchmarks.gpu.bench import Bench
-from kvkit.adapters.vllm.blending.choice import TILE_ROWS, entry
+from kvkit.adapters.vllm.blending.attention import TILE_ROWS, tuned_entry
 from kvkit.adapters.vllm.blending.row_problems import PromptRows, RowTensors
 from kvkit.kernels.attention.api import blend_attention
 from kvkit.lab.compiling.prediction import RATES, Rates
@@ -32,17 +32,19 @@ def run(bench: Bench) -> None:
     for prompt in LLAMA if bench.device.type == "cuda" else SMALL:
         given = RowTensors.of(prompt, bench.device)
         predicted = {
-            f"predicted_us of {entry(together)}": predicted_us(prompt, together, rates)
+            f"predicted_us of {tuned_entry(together)}": predicted_us(prompt, together, rates)
             for together in (False, True)
             if rates
         }
-        bench.results.record(str(prompt), untuned=str(entry(prompt.form.untuned)), **predicted)
+        bench.results.record(
+            str(prompt), untuned=str(tuned_entry(prompt.sizes.is_kvkit_expected_faster)), **predicted
+        )
         for name, attend in CONTENDERS.items():
             try:
                 given.out.fill_(torch.nan)
                 call = attend(given)
                 call()
-                off = given.wrong()
+                off = given.relative_error()
                 times = bench.seconds(call)
             except Exception as error:  # not every torch has FlashAttention for pages of 16 tokens
                 bench.results.record(f"{prompt}: {name}", error=f"{type(error).__name__}: {error}"[:300])
@@ -53,7 +55,7 @@ def run(bench: Bench) -> None:
 
 def predicted_us(prompt: PromptRows, together: bool, rates: Rates) -> float:
     """By data sheet, if each tile read its keys from memory."""
-    keys = prompt.form.tiles(together) * prompt.heads * prompt.tokens / 2
+    keys = prompt.sizes.tiles(together) * prompt.heads * prompt.tokens / 2
     moved, flops = keys * 2 * prompt.size * 2, keys * 4 * prompt.size * TILE_ROWS
     return 1e6 * max(moved / rates.bytes_per_s, flops / rates.flops_per_s)
 
@@ -64,7 +66,7 @@ def kvkit(given: RowTensors) -> Callable[[], object]:
 
 def kvkit_by_run(given: RowTensors) -> Callable[[], object]:
     k, v = given.pages.chunk(2, -1)
-    return lambda: given.out.copy_(blend_attention(given.q, k, v, given.apart, given.scoring)[0])
+    return lambda: given.out.copy_(blend_attention(given.q, k, v, given.rows_by_run, given.scoring)[0])
 
 
 def flash_by_run(given: RowTensors) -> Callable[[], object]:
@@ -78,12 +80,12 @@ def flash_by_run(given: RowTensors) -> Callable[[], object]:
     if "block_table" not in signature(varlen_attn).parameters:
         raise RuntimeError(f"varlen_attn of torch {torch.__version__} takes no pages")
     k, v = given.pages.transpose(1, 2).chunk(2, -1)
-    sizes = int(np.diff(given.apart.row_starts).max()), int(given.apart.lengths.max())
+    sizes = int(np.diff(given.rows_by_run.row_starts).max()), int(given.rows_by_run.lengths.max())
 
     def call() -> torch.Tensor:
         found = varlen_attn(
             given.q, k, v, given.query_starts, None, *sizes, window_size=(-1, 0), enable_gqa=True,
-            seqused_k=given.used, block_table=given.apart.device_tables,
+            seqused_k=given.key_counts, block_table=given.rows_by_run.device_tables,
         )  # fmt: skip
         return given.out.copy_(found)
 

@@ -1,10 +1,10 @@
 """Drift: an estimate of the KV error of reused tokens, made from the tokens that are recomputed.
 
-The KV of a document that was computed alone differs from a full prefill's in part by chance, in part in the
-same way for all of its tokens. A question attends to many tokens a little, so the first part cancels out and
-the second adds up. The context that a token lost is known in advance: a full prefill shows it all tokens
-before it; alone, it saw only those of its document. The change of recomputed tokens grows with the logarithm
-of the ratio of the two (docs/leaderboard.md). The slope of this change, by least squares through the origin,
+The KV of a document that was computed alone has a random error and a systematic one, which is alike for all
+of its tokens. A question attends to many tokens a little, so random errors cancel out and systematic ones add
+up. The context that a token lost is known in advance: in a full prefill it attends to all tokens before it;
+alone, it attended only to those of its document. The change of recomputed tokens grows with the logarithm of
+the ratio of the two (docs/leaderboard.md). The slope of this change, by least squares through the origin,
 estimates the change of all other reused tokens.
 """
 
@@ -23,10 +23,10 @@ from kvkit.kernels.pages import reference
 
 KAndV = tuple[torch.Tensor, torch.Tensor]
 """Pages of one layer, or rows of them."""
-Places = tuple[NDArray[np.int64], torch.Tensor, torch.Tensor]
+DriftTokens = tuple[NDArray[np.int64], torch.Tensor, torch.Tensor]
 """Positions, slots, and lost context in float32, each [T]."""
-OF_K = 0.5
-"""Factor of the share for K: a larger one overshoots in the question's attention scores."""
+K_FACTOR = 0.5
+"""Factor of the share for K: a larger one overcorrects the question's attention scores."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -35,19 +35,19 @@ class Drift:
 
     Args:
         share: share of V's estimated change that is added; of K's, before RoPE, half as much.
-        telling: recomputed tokens, from which the change is estimated.
-        told: other reused tokens, which are corrected.
+        sources: recomputed tokens, from which the change is estimated.
+        targets: other reused tokens, which are corrected.
     """
 
     share: float
-    telling: Places
-    told: Places
+    sources: DriftTokens
+    targets: DriftTokens
 
     @classmethod
     def of(
         cls, share: float, first_n: int, plan: BlendPlan, rows: NDArray[np.int32], slots: torch.Tensor
     ) -> Drift | None:
-        """Make the drift of the recomputed `rows`; None if there is nothing to estimate from or to correct.
+        """Return the drift of the recomputed `rows`; None if it has no sources or no targets.
 
         Args:
             first_n: number of tokens at the start of every span from which nothing is estimated.
@@ -60,42 +60,42 @@ class Drift:
             return None
         device, missed = slots.device, missed_context(plan)
 
-        def with_slots(positions: NDArray[np.int64]) -> Places:
+        def with_slots(positions: NDArray[np.int64]) -> DriftTokens:
             lost = torch.from_numpy(missed[positions]).to(device)
             return positions, slots[torch.from_numpy(positions).to(device)], lost
 
         return cls(share, with_slots(sources), with_slots(targets))
 
-    def held(self, pages: KAndV) -> KAndV:
-        """Return K and V of `telling`, [T, H, D] and [T, H, Dv], to be passed to `tell`."""
-        return _of(pages[0], self.telling[1]), _of(pages[1], self.telling[1])
+    def read_sources(self, pages: KAndV) -> KAndV:
+        """Return K and V of `sources`, [T, H, D] and [T, H, Dv], to be passed to `correct`."""
+        return _read(pages[0], self.sources[1]), _read(pages[1], self.sources[1])
 
-    def tell(self, pages: KAndV, before: KAndV, rope: Rope) -> None:
-        """Add the share of the change since `held` to K and V of `told`. Mutates the pages."""
+    def correct(self, pages: KAndV, before: KAndV, rope: Rope) -> None:
+        """Add the share of the sources' change since `before` to K and V of `targets`. Mutates the pages."""
         k_pages, v_pages = pages
-        (positions, _, lost), (other_positions, slots, lost_by_others) = self.telling, self.told
-        k, v = self.held(pages)
+        (positions, _, lost), (target_positions, slots, target_lost) = self.sources, self.targets
+        k, v = self.read_sources(pages)
         to_zero, to_position = (
             torch.from_numpy(rope.delta_table(deltas))[:, None].to(k.device)
-            for deltas in (-positions, other_positions)
+            for deltas in (-positions, target_positions)
         )
-        of_k = reference.rotate(k.float() - before[0].float(), to_zero, rope)
-        added = lost_by_others[:, None, None] * _slope(of_k, lost)
-        _add(k_pages, slots, OF_K * self.share * reference.rotate(added, to_position, rope))
-        added = lost_by_others[:, None, None] * _slope(v.float() - before[1].float(), lost)
+        k_change = reference.rotate(k.float() - before[0].float(), to_zero, rope)
+        added = target_lost[:, None, None] * _slope(k_change, lost)
+        _add(k_pages, slots, K_FACTOR * self.share * reference.rotate(added, to_position, rope))
+        added = target_lost[:, None, None] * _slope(v.float() - before[1].float(), lost)
         _add(v_pages, slots, self.share * added)
 
 
 def missed_context(plan: BlendPlan) -> NDArray[np.float32]:
-    """Return how much context each token lost against a full prefill, float32 [N].
+    """Return the context that each token lost against a full prefill, float32 [N].
 
-    The logarithm of a ratio: the tokens up to it in the prompt, over the tokens up to it where it was
-    computed. 0 for exact and computed tokens.
+    It is the logarithm of a ratio: the tokens up to it in the prompt, over the tokens up to it in the text in
+    which it was computed. 0 for exact and computed tokens.
     """
-    seen = np.arange(1, plan.tokens + 1)
+    attended = np.arange(1, plan.tokens + 1)
     for span in plan.spans:
-        seen[span.start : span.stop] -= span.delta
-    missed = np.log(np.arange(1, plan.tokens + 1) / seen).clip(0)
+        attended[span.start : span.stop] -= span.delta
+    missed = np.log(np.arange(1, plan.tokens + 1) / attended).clip(0)
     return np.where(plan.reused, missed, 0).astype(np.float32)
 
 
@@ -105,10 +105,10 @@ def _slope(change: torch.Tensor, lost: torch.Tensor) -> torch.Tensor:
     return torch.einsum("t,thd->hd", lost, change) / square
 
 
-def _of(pages: torch.Tensor, slots: torch.Tensor) -> torch.Tensor:
+def _read(pages: torch.Tensor, slots: torch.Tensor) -> torch.Tensor:
     return pages[slots // pages.shape[2], :, slots % pages.shape[2]]
 
 
 def _add(pages: torch.Tensor, slots: torch.Tensor, change: torch.Tensor) -> None:
-    changed = (_of(pages, slots).float() + change).to(pages.dtype)
+    changed = (_read(pages, slots).float() + change).to(pages.dtype)
     pages[slots // pages.shape[2], :, slots % pages.shape[2]] = changed

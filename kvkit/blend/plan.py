@@ -90,7 +90,7 @@ class BlendPlan:
 
 @dataclass(frozen=True, slots=True)
 class Selection:
-    """The way to choose the tokens to recompute.
+    """Method and limits for the choice of the tokens to recompute.
 
     Args:
         method: one of `kvkit.blend.methods.registry.METHODS`, each of which names its paper, or the
@@ -250,7 +250,7 @@ def observed_layers(selection: Selection, plan: BlendPlan, layers: int) -> int:
     return observed if len(first) < count else 0
 
 
-def question_of(selection: Selection) -> NeedsQuestion:
+def question_needs(selection: Selection) -> NeedsQuestion:
     """Return the method's needs of the question's attention, with the selection's defaults filled in.
 
     Raises:
@@ -262,11 +262,11 @@ def question_of(selection: Selection) -> NeedsQuestion:
     return needs if needs.value_norm is not None else replace(needs, value_norm=selection.value_norm)
 
 
-def filtered(selection: Selection, plan: BlendPlan, layers: int) -> list[int]:
-    """Return the number of tokens that a selection by deviation chooses in layer 1.
+def counts_by_layer(selection: Selection, plan: BlendPlan, layers: int) -> list[int]:
+    """Return the number of tokens that a selection by deviation chooses in each layer from 1 on.
 
-    If it is gradual, also in each layer after it: on a straight line from a third more than the mean to a
-    third fewer, never more than in the layer before.
+    A selection that is not gradual chooses in layer 1 only. A gradual one has numbers on a straight line from
+    a third more than the mean to a third fewer, never more than in the layer before.
     """
     count, _ = count_of(selection, plan, layers)
     needs = named(selection.method).needs

@@ -1,4 +1,4 @@
-"""A request's `blend` object: the documents of its prompt, and how tokens to compute again are chosen."""
+"""A request's `blend` object: the documents of its prompt, and the selection of tokens to recompute."""
 
 from __future__ import annotations
 
@@ -6,9 +6,9 @@ import reprlib
 from collections.abc import Sequence
 from typing import Annotated, Any
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, ConfigDict, Field
 
-from kvkit.settings import ConfigError, explain
+from kvkit.settings import ConfigError, read_object
 
 FIELD = "blend"
 WHERE = "kv_transfer_params.blend"
@@ -33,19 +33,13 @@ def read(given: Any, least_ratio: float, methods: Sequence[str]) -> BlendFields:
 
     Args:
         given: the object, decoded from JSON.
-        least_ratio: smallest `ratio` that it may name.
-        methods: methods that it may name.
+        least_ratio: smallest allowed `ratio`.
+        methods: allowed methods.
 
     Raises:
         ConfigError: a field is unknown, invalid or not allowed.
     """
-    if not isinstance(given, dict):
-        choices = ", ".join(BlendFields.model_fields)
-        raise ConfigError(f"{WHERE} = {reprlib.repr(given)}: want false, or an object with {choices}")
-    try:
-        fields = BlendFields.model_validate(given)
-    except ValidationError as error:
-        raise ConfigError(explain(error, BlendFields, f"{WHERE}.")) from error
+    fields = read_object(given, BlendFields, WHERE, "false, or ")
     if fields.method is not None and fields.method not in methods:
         method = reprlib.repr(fields.method)
         raise ConfigError(f"{WHERE}.method = {method}: want one of {', '.join(methods)}")
@@ -55,7 +49,7 @@ def read(given: Any, least_ratio: float, methods: Sequence[str]) -> BlendFields:
 
 
 def check_spans(fields: BlendFields, tokens: int | None) -> None:
-    """Check the documents and joints of a prompt of `tokens` tokens; None: its length is not known.
+    """Check the documents and joints of a prompt of `tokens` tokens; None: its length is unknown.
 
     Raises:
         ConfigError: documents are empty, overlap, or lie outside the prompt; or joints do not match them.

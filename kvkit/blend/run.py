@@ -2,7 +2,7 @@
 
 For every layer: the rows' q, k, v -> rotate q and k, write K and V into the pages -> attention of the rows to
 all keys at or before them -> the rest of the layer. The rows are the prompt's computed tokens (gaps and the
-question) and the selected ones, together and in order; the KV of all other tokens stays as it was found.
+question) and the selected ones, together and in order; the KV of all other tokens stays as found.
 
 The rows are selected first, from the input that the selection's method needs (`kvkit.blend.methods`). Then
 all of them start at layer 0, except with deviations:
@@ -36,24 +36,34 @@ from numpy.typing import NDArray
 from kvkit.blend.drift import Drift
 from kvkit.blend.methods.method import NeedsAuxiliary, NeedsDeviation, NeedsQuestion
 from kvkit.blend.methods.registry import named
-from kvkit.blend.plan import BlendError, BlendPlan, Selection, choose, filtered, observed_layers, question_of
+from kvkit.blend.plan import (
+    BlendError,
+    BlendPlan,
+    Selection,
+    choose,
+    counts_by_layer,
+    observed_layers,
+    question_needs,
+)
 from kvkit.format.rope import Rope
 from kvkit.kernels.attention.api import blend_attention, query_scores, rope_scatter, token_deviation
 from kvkit.kernels.attention.layer import RowRotations, Scoring
 from kvkit.kernels.attention.rows import Rows
 
 Positions = NDArray[np.int32]
-Sees = Callable[[Positions], Positions]
-"""Positions of rows, ascending -> the last key that each row attends to, ascending too."""
+LastKeys = Callable[[Positions], Positions]
+"""Function from positions of rows to the last key that each row attends to, both ascending."""
 Reader = Callable[[NDArray[np.int32], BlendPlan], NDArray[np.float32]]
-"""An auxiliary model: (token ids of a prompt, its plan) -> the input of `NeedsAuxiliary`."""
-_Look = Callable[[int, torch.Tensor, torch.Tensor], None]
+"""Auxiliary model: function from a prompt's token ids and its plan to the input of `NeedsAuxiliary`."""
+_OnAttention = Callable[[int, torch.Tensor, torch.Tensor], None]
+"""Called with a layer, its rotated q, and the logsumexp of its attention."""
 ANCHORS_FIRST = 4
+"""Number of tokens at the start of every span that are always anchors."""
 
 
 @dataclass(frozen=True, slots=True)
 class Attention:
-    """The form of attention in one layer."""
+    """Rope and scoring of the attention in one layer."""
 
     rope: Rope  # of its queries and keys
     scoring: Scoring
@@ -74,7 +84,7 @@ class Decoder(Protocol):
         """Device of weights and KV."""
 
     def attention(self, layer: int) -> Attention:
-        """Return the form of attention in a layer."""
+        """Return rope and scoring of a layer's attention."""
 
     def embed(self, ids: torch.Tensor) -> torch.Tensor:
         """Return h of token ids, int64 [M]."""
@@ -120,7 +130,7 @@ def blend(
     plan: BlendPlan,
     selection: Selection | None = None,
     *,
-    sees: Sees | None = None,
+    last_keys: LastKeys | None = None,
     auxiliary: Reader | None = None,
 ) -> Blended:
     """Complete a prompt's KV: compute the missing tokens, recompute those that `selection` chooses.
@@ -133,28 +143,28 @@ def blend(
         kv: pages with the KV of all of the plan's tokens except computed ones, rotated to their positions.
         tokens: int32 [N], the whole prompt.
         selection: None: the default selection.
-        sees: last key that each row attends to; None: the key at its own position, the only correct choice.
-            Others imitate the masks of other systems.
+        last_keys: last key that each row attends to; None: the key at its own position, the only correct
+            choice. Others imitate the masks of other systems.
         auxiliary: auxiliary model, for methods that need one.
 
     Raises:
         BlendError: plan and prompt differ in length, or the method needs an auxiliary model.
     """
     selection = selection or Selection()
-    run = _Run(decoder, kv, tokens, plan, sees, selection)
+    run = _Run(decoder, kv, tokens, plan, last_keys, selection)
     needs, seen = named(selection.method).needs, None
     if isinstance(needs, NeedsAuxiliary) and auxiliary is None:
         raise BlendError(f"method={selection.method!r}: needs {needs}: want `auxiliary`")
     if observed := observed_layers(selection, plan, decoder.layers):
         if isinstance(needs, NeedsDeviation):
-            return run.by_deviation(selection)
+            return run.blend_by_deviation(selection)
         if isinstance(needs, NeedsQuestion):
-            seen = run.attention(question_of(selection), observed, plan.computed)
+            seen = run.measure_attention(question_needs(selection), observed, plan.computed)
         else:
             seen = (
                 auxiliary(tokens, plan)
                 if isinstance(needs, NeedsAuxiliary) and auxiliary
-                else run.recomputed()
+                else run.measure_recompute()
             )
     return run.recompute(choose(selection, plan, decoder.layers, seen))
 
@@ -167,26 +177,28 @@ def recompute(
     plan: BlendPlan,
     selected: Positions,
     *,
-    sees: Sees | None = None,
+    last_keys: LastKeys | None = None,
 ) -> Blended:
     """Blend as `blend` does, with the tokens to recompute, int32 ascending, chosen by the caller."""
-    return _Run(decoder, kv, tokens, plan, sees).recompute(selected)
+    return _Run(decoder, kv, tokens, plan, last_keys).recompute(selected)
 
 
-def together(paid: torch.Tensor, asked: NeedsQuestion) -> torch.Tensor:
-    """Reduce the heads' attention, [Hq, N], as `NeedsQuestion.heads` states; `norm` is not supported."""
-    return paid if asked.heads == "each" else paid.amax(0) if asked.heads == "max" else paid.mean(0)
+def reduce_heads(attention: torch.Tensor, needs: NeedsQuestion) -> torch.Tensor:
+    """Reduce the heads' attention, [Hq, N], as `NeedsQuestion.heads` states, except for `norm`."""
+    if needs.heads == "each":
+        return attention
+    return attention.amax(0) if needs.heads == "max" else attention.mean(0)
 
 
 @dataclass(slots=True, eq=False)
 class _Run:
-    """The blending of one prompt; counts the rows that it computes."""
+    """The blending of one prompt, with a count of the rows that it computes."""
 
     decoder: Decoder
     kv: PagedKV
     tokens: NDArray[np.int32]
     plan: BlendPlan
-    sees: Sees | None
+    last_keys: LastKeys | None
     selection: Selection | None = None  # for its drift
     row_layers: int = 0
 
@@ -197,10 +209,10 @@ class _Run:
     def recompute(self, selected: Positions) -> Blended:
         """Run the computed and the selected rows through every layer."""
         rows = np.union1d(self.plan.computed, selected).astype(np.int32)
-        h = self.layers(rows, self._embed(rows), range(self.decoder.layers))
+        h = self.run_layers(rows, self._embed(rows), range(self.decoder.layers))
         return Blended(self.decoder.logits(h)[-1], selected, self.row_layers)
 
-    def attention(self, needs: NeedsQuestion, layers: int, rows: Positions) -> NDArray[np.float32]:
+    def measure_attention(self, needs: NeedsQuestion, layers: int, rows: Positions) -> NDArray[np.float32]:
         """Run `rows` through the first `layers` layers; return the input that `needs` describes."""
         question = self.plan.question
         question_rows = np.searchsorted(rows, question).tolist()
@@ -208,31 +220,31 @@ class _Run:
         single_rows = [self._rows(question[i : i + 1]) for i in range(len(question))]
         by_layer = []
 
-        def look(layer: int, q: torch.Tensor, lse: torch.Tensor) -> None:
+        def add_scores(layer: int, q: torch.Tensor, lse: torch.Tensor) -> None:
             if needs.last is not None and layer < layers - needs.last:
                 return
             k, v = self.kv.layers[layer]
             values, scoring = v if needs.value_norm else None, self.decoder.attention(layer).scoring
             if needs.heads == "norm":
-                each = zip(question_rows, single_rows, strict=True)
-                by_row = [query_scores(q[i : i + 1], k, values, row, scoring) for i, row in each]
+                pairs = zip(question_rows, single_rows, strict=True)
+                by_row = [query_scores(q[i : i + 1], k, values, row, scoring) for i, row in pairs]
                 by_layer.append(torch.stack(by_row).mean(1).square().sum(0).sqrt())
             else:
                 question_lse = lse[question_rows] if needs.anchors == 1 else None
                 scores = query_scores(q[question_rows], k, values, all_rows, scoring, question_lse)
-                by_layer.append(together(scores, needs))
+                by_layer.append(reduce_heads(scores, needs))
 
-        self.layers(rows, self._embed(rows), range(layers), look, needs.anchors)
+        self.run_layers(rows, self._embed(rows), range(layers), add_scores, needs.anchors)
         seen: NDArray[np.float32] = torch.stack(by_layer).cpu().numpy()
         return seen
 
-    def recomputed(self) -> NDArray[np.float32]:
+    def measure_recompute(self) -> NDArray[np.float32]:
         """Return the input of `NeedsRecompute`, from a full prefill. Works on copies; mutates nothing."""
         pages = [(k.clone(), v.clone()) for k, v in self.kv.layers]
-        copied_run = replace(self, kv=PagedKV(pages, self.kv.table), row_layers=0, sees=None)
+        copied_run = replace(self, kv=PagedKV(pages, self.kv.table), row_layers=0, last_keys=None)
         inexact = np.flatnonzero(~self.plan.exact).astype(np.int32)
         needs = NeedsQuestion(heads="mean", value_norm=False)
-        attention = copied_run.attention(needs, self.decoder.layers, inexact)
+        attention = copied_run.measure_attention(needs, self.decoder.layers, inexact)
         changes, reused = np.zeros_like(attention), np.flatnonzero(self.plan.reused).astype(np.int32)
         slots, tokens = self._rows(reused).slots, pages[0][1].shape[2]
         for change, (_, new), (_, old) in zip(changes, pages, self.kv.layers, strict=True):
@@ -240,19 +252,19 @@ class _Run:
             change[reused] = token_deviation(new, old).sqrt().cpu().numpy()
         return np.stack([attention, changes])
 
-    def by_deviation(self, selection: Selection) -> Blended:
+    def blend_by_deviation(self, selection: Selection) -> Blended:
         """Run every row that is not exact through layer 0, then choose, and run the chosen rows further."""
         plan, layers = self.plan, self.decoder.layers
         rows, selected = np.flatnonzero(~plan.exact).astype(np.int32), None
-        h, free = self.layers(rows, self._embed(rows), range(1)), plan.reused
-        counts = filtered(selection, plan, layers)
+        h, free = self.run_layers(rows, self._embed(rows), range(1)), plan.reused
+        counts = counts_by_layer(selection, plan, layers)
         for layer, count in enumerate(counts, start=1):
             chosen = choose(selection, plan, layers, self._deviations(layer, rows, h), (free, count))
             selected = chosen if selected is None else selected
             free = np.isin(np.arange(plan.tokens), chosen)
             kept = np.union1d(plan.computed, chosen).astype(np.int32)
             rows, h = kept, h[self._tensor(np.searchsorted(rows, kept))]
-            h = self.layers(rows, h, range(layer, layer + 1 if layer < len(counts) else layers))
+            h = self.run_layers(rows, h, range(layer, layer + 1 if layer < len(counts) else layers))
         assert selected is not None
         return Blended(self.decoder.logits(h)[-1], selected, self.row_layers)
 
@@ -269,23 +281,23 @@ class _Run:
         seen[:, rows] = torch.stack([k_changes, v_changes]).cpu().numpy()
         return seen
 
-    def layers(
+    def run_layers(
         self,
         positions: Positions,
         h: torch.Tensor,
         layers: range,
-        look: _Look | None = None,
+        on_attention: _OnAttention | None = None,
         anchors: float = 1.0,
     ) -> torch.Tensor:
         """Run rows through layers and return h: after the model's last layer, of the last row only.
 
-        Mutates the rows' pages. `look` gets every layer's rotated q and the logsumexp of its attention; with
-        it, all rows run through the last layer, too. `anchors`: as in `NeedsQuestion`.
+        Mutates the rows' pages. With `on_attention`, which is called in every layer, all rows run through the
+        last layer, too. `anchors`: as in `NeedsQuestion`.
         """
         slots = self._rows(positions).slots
-        drift = self._drift(positions) if look is None else None
-        seen = positions if self.sees is None else self.sees(positions)
-        rows = self._rows(seen)
+        drift = self._drift(positions) if on_attention is None else None
+        last_keys = positions if self.last_keys is None else self.last_keys(positions)
+        rows = self._rows(last_keys)
         rotations: dict[Rope, RowRotations] = {}
         for layer in layers:
             attention = self.decoder.attention(layer)
@@ -293,21 +305,21 @@ class _Run:
             q, k, v = self.decoder.qkv(layer, h)
             if attention.rope not in rotations:
                 rotations[attention.rope] = self._turns(attention.rope, positions)
-            drift_input = drift.held((k_pages, v_pages)) if drift else None
+            kv_before = drift.read_sources((k_pages, v_pages)) if drift else None
             q = rope_scatter(q, k, v, rotations[attention.rope], slots, k_pages, v_pages)
-            if drift and drift_input:
-                drift.tell((k_pages, v_pages), drift_input, attention.rope)
+            if drift and kv_before:
+                drift.correct((k_pages, v_pages), kv_before, attention.rope)
             self.row_layers += len(positions)
-            if layer == self.decoder.layers - 1 and look is None:  # only the last token's logits are needed
-                q, h, rows = q[-1:], h[-1:], self._rows(seen[-1:])
+            if layer == self.decoder.layers - 1 and on_attention is None:  # logits are of the last row
+                q, h, rows = q[-1:], h[-1:], self._rows(last_keys[-1:])
             if anchors < 1:
                 o, lse = blend_attention(
                     q, *self._anchored(positions, anchors, k_pages, v_pages), attention.scoring
                 )
             else:
                 o, lse = blend_attention(q, k_pages, v_pages, rows, attention.scoring)
-            if look is not None:
-                look(layer, q, lse)
+            if on_attention is not None:
+                on_attention(layer, q, lse)
             h = self.decoder.post(layer, h, o)
         return h
 

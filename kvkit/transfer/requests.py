@@ -5,9 +5,9 @@ from __future__ import annotations
 import reprlib
 from typing import Any
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, ConfigDict, Field
 
-from kvkit.settings import ConfigError, explain
+from kvkit.settings import ConfigError, read_object
 from kvkit.tiers.eviction.policies import HIGHEST, NORMAL
 from kvkit.transfer.policy import RequestPolicy
 
@@ -58,13 +58,7 @@ def read(given: Any, limits: RequestLimits, where: str, setting: str) -> Request
     Raises:
         ConfigError: a field is unknown, invalid or beyond `limits`.
     """
-    if not isinstance(given, dict):
-        choices = ", ".join(_RequestFields.model_fields)
-        raise ConfigError(f"{where} = {reprlib.repr(given)}: want an object of {choices}")
-    try:
-        fields = _RequestFields.model_validate(given)
-    except ValidationError as error:
-        raise ConfigError(explain(error, _RequestFields, f"{where}.")) from error
+    fields = read_object(given, _RequestFields, where)
     if fields.store_to and not fields.store:
         raise ConfigError(f"{where}.store_to = {reprlib.repr(fields.store_to)}: want none with store = false")
     for name in ("load_from", "store_to"):

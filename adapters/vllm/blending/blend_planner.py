@@ -2,7 +2,8 @@
 
 A blended request claims its whole prompt as external tokens. KV from the first reused token on is private to
 the request, computed and generated tokens included: other requests never see it. Blending leaves earlier KV
-as it is.
+as it is. After a preemption, the KV that vLLM has lost is blended again as the first time: from the same
+tokens of the same documents, with the same tokens recomputed.
 """
 
 from __future__ import annotations
@@ -12,10 +13,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from kvkit.adapters.vllm.blending.blend import Blend
-from kvkit.adapters.vllm.blending.private import PrivateBlocks
-from kvkit.adapters.vllm.blending.requests import BlendRequest
-from kvkit.adapters.vllm.blending.scratch import Scratch
+from kvkit.adapters.vllm.blending.blocks import PrivateBlocks, ScratchBlocks
+from kvkit.adapters.vllm.blending.requests import Blend, BlendRequest
 from kvkit.adapters.vllm.planner import (
     BlocksOf,
     EngineView,
@@ -44,14 +43,14 @@ class BlendPlanner(Planner):
         read: function that reads the blend request of vLLM's `Request`; None: it has none. A request for
             which it raises ConfigError is served without blending.
         private: private blocks of the engine's requests.
-        scratch: blocks that stand in for those outside of windows.
+        scratch: blocks that replace those outside of windows during a blend.
     """
 
     config: SchedulerConfig
     engine: EngineView
     read: Callable[[Any], BlendRequest | None]
     private: PrivateBlocks
-    scratch: Scratch
+    scratch: ScratchBlocks
     _tasks: list[BlendTask] = field(default_factory=list, init=False)
     _arrivals: list[Arrival] = field(default_factory=list, init=False)
 
@@ -64,26 +63,27 @@ class BlendPlanner(Planner):
         state.blend = None if blend_request is None else Blend(blend_request)
 
     def claim(self, state: RequestState, lookup: PendingLookup) -> int | None:
-        """Return how many tokens to claim: the whole prompt; None: the request waits for blocks for a while.
+        """Return the number of tokens to claim: the whole prompt; None: the request waits for blocks.
 
-        If it has waited long enough, or there can never be enough blocks, the request is not blended.
+        A request that has waited for `BLEND_WAIT_S`, or for which there can never be enough blocks, is not
+        blended.
         """
         request, blend = state.request, state.blend
         assert blend is not None
-        room = self.scratch.has_room(request.num_tokens)
-        if room and self.scratch.pin(request, state.computed):
+        has_room = self.scratch.has_room(request.num_tokens)
+        if has_room and self.scratch.pin(request, state.computed):
             # vLLM computes the last token; it keeps the windows of the token after the claim
             return int(request.num_tokens - self.config.windows - state.computed)
         blend.plan = None
-        if room is None or self.engine.now() > lookup.answered_at + BLEND_WAIT_S:
+        if has_room is None or self.engine.now() > lookup.answered_at + BLEND_WAIT_S:
             log.warning("%s is not blended: there are too few blocks", request.request_id)
             state.blend = None
         return None
 
     def admit(self, state: RequestState, blocks: Tables, tokens: int) -> None:
-        """Plan a request's blend, or, once it has blocks without one, never blend it."""
+        """Make the task of a planned blend. A request that gets blocks without a plan is never blended."""
         if state.blend is not None and state.will_blend and tokens:
-            self._tasks.append(self._begin(state, state.blend, blocks))
+            self._tasks.append(self._make_task(state, state.blend, blocks))
         elif state.blended_from is None:
             state.blend = None  # its KV is exact from now on, and stays exact
 
@@ -107,17 +107,13 @@ class BlendPlanner(Planner):
             if state is not None and state.blend is not None:
                 state.blend.record_failure(state.request)
 
-    def finished_receiving(self, request_id: str) -> None:
-        """Release a blend's extra blocks: every rank has finished loading the request."""
-        self.scratch.give_back(request_id)
-
-    def _begin(self, state: RequestState, blend: Blend, blocks: Tables) -> BlendTask:
+    def _make_task(self, state: RequestState, blend: Blend, blocks: Tables) -> BlendTask:
         """Make a request's approximate KV private, and return its task for the workers."""
         assert blend.plan is not None
         request, computed = state.request, state.computed
         if blend.private is None:
-            blend.private, blend.local = int(blend.plan.reused.argmax()), computed
-            self.private.begin(request, blend.private)
+            blend.private, blend.local_tokens = int(blend.plan.reused.argmax()), computed
+            self.private.make_private(request, blend.private)
         tables = self.scratch.fill(request, blocks, computed)
         load = begin_load(self.config, state, blend.exact - computed, tables)
         assert state.admitted is not None

@@ -1,44 +1,163 @@
 """Completion of prompts' KV in vLLM's pages: choose tokens and recompute them, some rows each step.
 
 `kvkit.blend.run` does this with a loop over layers; here, vLLM's own model is run. The computed rows go
-through the first layers, to see what the question attends to. Then the computed and the chosen rows go
-through all layers. Prompts share runs. vLLM computes the last token itself, to sample from it.
+through the first layers, so that the question's attention can be measured. Then the computed and the chosen
+rows go through all layers. Prompts share runs. vLLM computes the last token itself, to sample from it.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import KW_ONLY, dataclass, field
 from functools import partial
+from typing import Any
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
+from torch.distributed import ReduceOp
 from vllm.lora.request import LoRARequest
 
 from kvkit.adapters.engine.lookup_request import TokenIds
-from kvkit.adapters.vllm.blending.choosing import PagesOfLayers, QuestionAttention
-from kvkit.adapters.vllm.blending.rows import RowRunner, RowsOf
+from kvkit.adapters.vllm import compat
+from kvkit.adapters.vllm.blending.attention import scoring
+from kvkit.adapters.vllm.blending.page_order import PageOrder, read_tokens
+from kvkit.adapters.vllm.blending.rows import RequestRows, RowRunner
 from kvkit.adapters.vllm.step import Tables
-from kvkit.blend.plan import BlendPlan, Selection, choose, observed_layers, question_of
+from kvkit.blend.methods.method import NeedsQuestion
+from kvkit.blend.plan import BlendPlan, Selection, choose, observed_layers, question_needs
+from kvkit.blend.run import reduce_heads
+from kvkit.kernels.attention.api import query_scores
+from kvkit.kernels.attention.rows import Rows
+
+
+class LayerPages:
+    """K and V of a rank's layers, in vLLM's pages.
+
+    Args:
+        rows: runner of the model whose `layers` these are.
+
+    Raises:
+        BlendError: the pages hold anything but K and V.
+    """
+
+    def __init__(self, rows: RowRunner) -> None:
+        self.layers = rows.layers
+        known: dict[Any, PageOrder | None] = {}
+        self.orders: list[PageOrder | None] = []
+        for layer in rows.layers:
+            pages = layer.module.kv_cache
+            layout = pages.shape[1:], pages.dtype, layer.module.head_size
+            if layout not in known:
+                known[layout] = PageOrder.of(layer.module)
+            self.orders.append(known[layout])
+
+    def read(
+        self, index: int, blocks: Tables, length: int
+    ) -> tuple[torch.Tensor, torch.Tensor, NDArray[np.int64]]:
+        """Return K and V [B, H, N, D] of layer `index`, and the blocks of a request's first `length` tokens.
+
+        K and V are views of vLLM's pages; opaque pages are copied, into one block.
+        """
+        layer, order = self.layers[index], self.orders[index]
+        table = layer.kernel_blocks(blocks[layer.table])
+        if order is None:
+            k, v = layer.module.kv_cache.split([layer.module.head_size, layer.module.head_size_v], -1)
+            return k, v, table
+        k, v = read_tokens(layer.module, order, table, length)
+        return k[None], v[None], np.zeros(1, np.int64)
+
+
+class QuestionAttention:
+    """The question's attention to the tokens of a prompt, by layer: the scores by which tokens are chosen.
+
+    Scores are combined over the heads and layers of all ranks, so that every rank gets the same.
+
+    Args:
+        pages: K and V of the rank's layers.
+        layers: number of the model's first layers that rows run through.
+        plan: the prompt's plan, which has the question's positions.
+        blocks: block tables of the prompt, with its documents loaded.
+        needs: the attention that the method needs; `registry.served` must accept it.
+    """
+
+    def __init__(
+        self, pages: LayerPages, layers: int, plan: BlendPlan, blocks: Tables, needs: NeedsQuestion
+    ) -> None:
+        self.layers = layers
+        self._first_layer = max(0, layers - (needs.last or layers))
+        self._pages, self._blocks, self._needs = pages, blocks, needs
+        self._question, self._tokens = int(plan.question[0]), plan.tokens
+        self._head_scores: dict[int, torch.Tensor] = {}  # [Hq, N] by layer
+        self._rows: dict[tuple[int, int, bytes], Rows] = {}
+        self._scores: torch.Tensor | None = None
+        self._sum_over_stages: Any = None  # in flight
+
+    def add_queries(self, index: int, q: torch.Tensor, positions: NDArray[np.int64]) -> None:
+        """Add the attention of queries [M, Hq, D] of some rows in layer `index`. K and V must be written."""
+        layer = self._pages.layers[index]
+        first = int(np.searchsorted(positions, self._question))  # the question comes last
+        if not self._first_layer <= layer.number < self.layers or first == len(positions):
+            return
+        k, v, table = self._pages.read(index, self._blocks, self._tokens)
+        rows, values = self._rows_at(positions[first:], table, k), v if self._needs.value_norm else None
+        scores = query_scores(q[first:], k, values, rows, scoring(layer.module))
+        self._head_scores[index] = self._head_scores[index] + scores if index in self._head_scores else scores
+
+    def start_combining(self) -> None:
+        """Start combining the scores of all ranks. Call it on every rank, in the same order.
+
+        Does not wait for other stages of a pipeline.
+        """
+        layer_scores = torch.zeros(len(self._head_scores), self._tokens)
+        for row, index in zip(layer_scores, sorted(self._head_scores), strict=True):
+            row.copy_(reduce_heads(self._head_scores[index], self._needs))
+        ranks, stages = compat.find("get_tp_group")(), compat.find("get_pp_group")()
+        if ranks.world_size > 1 and layer_scores.numel():  # empty on all ranks of a stage without such layers
+            use_max = self._needs.heads == "max"
+            operation = ReduceOp.MAX if use_max else ReduceOp.SUM
+            torch.distributed.all_reduce(layer_scores, operation, group=ranks.cpu_group)
+            layer_scores /= 1 if use_max else ranks.world_size
+        self._scores = torch.zeros(self.layers - self._first_layer, self._tokens)
+        layers = [self._pages.layers[index].number - self._first_layer for index in sorted(self._head_scores)]
+        self._scores[layers] = layer_scores
+        if stages.world_size > 1:
+            self._sum_over_stages = torch.distributed.all_reduce(
+                self._scores, ReduceOp.SUM, group=stages.cpu_group, async_op=True
+            )
+
+    def wait_for_scores(self) -> NDArray[np.float32]:
+        """Return the scores of all rows and ranks, float32 [layers, N], once `start_combining` has them."""
+        assert self._scores is not None
+        if self._sum_over_stages is not None:
+            self._sum_over_stages.wait()
+        return np.asarray(self._scores.numpy(), np.float32)
+
+    def _rows_at(self, positions: NDArray[np.int64], table: NDArray[np.int64], pages: torch.Tensor) -> Rows:
+        """Return `Rows` at these positions of one sequence, cached: all layers share its masks and tiles."""
+        key = int(positions[0]), pages.shape[2], table.tobytes()
+        if key not in self._rows:
+            ends, lengths = np.array([0, len(positions)]), np.array([self._tokens])
+            self._rows[key] = Rows.of(positions, ends, lengths, table[None], pages.shape[2], pages.device)
+        return self._rows[key]
 
 
 @dataclass(eq=False, slots=True)
 class BlendedPrompt:
-    """A prompt with KV to complete, except the last token's. Pass it to `Blender.begin` first.
+    """A prompt with KV to complete, except the last token's. Pass it to `Blender.begin_prompt` first.
 
     Args:
         ids: int32 [N], the prompt.
-        plan: which tokens have KV, and which must be computed.
-        selection: how tokens to compute again are chosen.
+        plan: the tokens with KV, and those to compute.
+        selection: the way to choose tokens to recompute.
         blocks: the request's block tables, from token 0 on.
         lora: the request's adapter; None: none.
-        selected: tokens to compute again, int32 ascending; None: not chosen yet.
+        selected: tokens to recompute, int32 ascending; None: not chosen yet.
 
     Attributes:
-        left: rows that have yet to run: first those that the choice needs, then those to compute.
-        scores: the question's attention, which the choice is made by; None: not needed, or no longer.
+        pending_rows: rows that have yet to run: first those that the choice needs, then those to compute.
+        attention: the question's attention, by which tokens are chosen; None: not needed, or no longer.
         seconds: time by stage. The time of a shared run is divided by the prompts' rows.
     """
 
@@ -49,23 +168,23 @@ class BlendedPrompt:
     _: KW_ONLY
     lora: LoRARequest | None = None
     selected: NDArray[np.int32] | None = None
-    left: RowsOf = field(init=False)
-    scores: QuestionAttention | None = None
+    pending_rows: RequestRows = field(init=False)
+    attention: QuestionAttention | None = None
     seconds: dict[str, float] = field(default_factory=lambda: {"choose": 0.0, "rows": 0.0})
 
     @property
-    def looked(self) -> bool:
+    def is_scored(self) -> bool:
         """True if all rows that the choice needs have run and tokens are not chosen yet."""
-        return self.scores is not None and not len(self.left.positions)
+        return self.attention is not None and not len(self.pending_rows.positions)
 
     @property
-    def over(self) -> bool:
+    def is_complete(self) -> bool:
         """True if the KV is complete."""
-        return self.selected is not None and not len(self.left.positions)
+        return self.selected is not None and not len(self.pending_rows.positions)
 
-    def rows(self, positions: NDArray[np.int32]) -> RowsOf:
+    def rows_at(self, positions: NDArray[np.int32]) -> RequestRows:
         """Return the prompt's rows at `positions`."""
-        return RowsOf(self.ids[positions], positions.astype(np.int64), self.blocks, self.lora)
+        return RequestRows(self.ids[positions], positions.astype(np.int64), self.blocks, self.lora)
 
 
 class Blender:
@@ -76,23 +195,23 @@ class Blender:
         pages: K and V of its layers.
     """
 
-    def __init__(self, rows: RowRunner, pages: PagesOfLayers) -> None:
+    def __init__(self, rows: RowRunner, pages: LayerPages) -> None:
         self._rows = rows
         self._pages = pages
 
-    def begin(self, completion: BlendedPrompt) -> None:
-        """Set the rows that run first. Documents must be in the pages already. Mutates `completion`."""
-        if completion.selected is None:
-            plan, selection = completion.plan, completion.selection
+    def begin_prompt(self, prompt: BlendedPrompt) -> None:
+        """Set the rows that run first. Documents must be in the pages already. Mutates `prompt`."""
+        if prompt.selected is None:
+            plan, selection = prompt.plan, prompt.selection
             layers = observed_layers(selection, plan, self._rows.count)
             if layers:
-                needs, completion.left = question_of(selection), completion.rows(plan.computed)
-                completion.scores = QuestionAttention(self._pages, layers, plan, completion.blocks, needs)
-        if completion.scores is None:
-            self._choose(completion)
+                needs, prompt.pending_rows = question_needs(selection), prompt.rows_at(plan.computed)
+                prompt.attention = QuestionAttention(self._pages, layers, plan, prompt.blocks, needs)
+        if prompt.attention is None:
+            self._choose_tokens(prompt)
 
-    def step(self, completions: Sequence[BlendedPrompt]) -> None:
-        """Advance completions by as many rows as vLLM computes in a step. Mutates their pages.
+    def advance(self, prompts: Sequence[BlendedPrompt]) -> None:
+        """Advance prompts by as many rows as vLLM computes in a step. Mutates their pages.
 
         Prompts without chosen tokens come first, so that more prompts share the runs through all layers.
 
@@ -101,64 +220,60 @@ class Blender:
         same step, and a choice that needs all stages is made in the next step.
         """
         self._rows.wait_for_sends()
-        for c in completions:
-            if c.looked:
-                self._choose(c)
-        rows_left = self._rows.most_rows
-        while rows_left > 0 and (unfinished := [c for c in completions if not (c.over or c.looked)]):
-            choosing = [c for c in unfinished if c.scores is not None]
-            rows_left -= self._run(choosing, self._run_first_layers, "choose", rows_left) if choosing else 0
-            if not choosing:
-                rows_left -= self._run(unfinished, self._run_all_layers, "rows", rows_left)
-            for c in choosing:
-                if c.looked and c.scores is not None:
-                    c.scores.add_up()
+        for prompt in prompts:
+            if prompt.is_scored:
+                self._choose_tokens(prompt)
+        limit = self._rows.max_rows
+        while limit > 0 and (unfinished := [p for p in prompts if not (p.is_complete or p.is_scored)]):
+            unchosen = [prompt for prompt in unfinished if prompt.attention is not None]
+            limit -= self._run_batch(unchosen or unfinished, limit)
+            for prompt in unchosen:
+                if prompt.is_scored and prompt.attention is not None:
+                    prompt.attention.start_combining()
                     if self._rows.stages == 1:
-                        self._choose(c)
+                        self._choose_tokens(prompt)
 
-    def _run(
-        self,
-        completions: Sequence[BlendedPrompt],
-        run: Callable[[Sequence[tuple[BlendedPrompt, RowsOf]]], None],
-        stage: str,
-        limit: int,
-    ) -> int:
-        """Run at most `most` of the rows that are left, and return their number."""
-        part = next(self._rows.parts([c.left for c in completions], limit))
-        pieces = [(completions[index], rows) for index, rows in part]
+    def _run_batch(self, prompts: Sequence[BlendedPrompt], limit: int) -> int:
+        """Run at most `limit` of the pending rows, and return their number.
+
+        Rows of prompts with `attention` run through the layers that it needs, all others through all layers.
+        """
+        indices, batch = zip(*next(self._rows.batches([p.pending_rows for p in prompts], limit)), strict=True)
+        in_batch = [prompts[index] for index in indices]
+        needed_layers = [prompt.attention.layers for prompt in in_batch if prompt.attention is not None]
         began = time.perf_counter()
-        run(pieces)
+        if needed_layers:
+            on_queries = partial(_add_queries, in_batch, batch)
+            self._rows.run(batch, on_queries, max(needed_layers), hidden=False)
+        else:
+            self._rows.run(batch, hidden=False)
         if self._rows.device.type == "cuda":  # else the time would cover the launches only
             torch.cuda.current_stream(self._rows.device).synchronize()
-        each_s = (time.perf_counter() - began) / sum(len(rows.ids) for _, rows in pieces)
-        for completion, rows in pieces:
-            completion.left = completion.left.part(len(rows.ids), len(completion.left.ids))
-            completion.seconds[stage] += each_s * len(rows.ids)
-        return sum(len(rows.ids) for _, rows in pieces)
+        total = sum(len(rows.ids) for rows in batch)
+        row_s = (time.perf_counter() - began) / total
+        for prompt, rows in zip(in_batch, batch, strict=True):
+            prompt.pending_rows = prompt.pending_rows.slice(len(rows.ids), len(prompt.pending_rows.ids))
+            prompt.seconds["choose" if needed_layers else "rows"] += row_s * len(rows.ids)
+        return total
 
-    def _run_all_layers(self, pieces: Sequence[tuple[BlendedPrompt, RowsOf]]) -> None:
-        self._rows.run([rows for _, rows in pieces], hidden=False)
-
-    def _run_first_layers(self, pieces: Sequence[tuple[BlendedPrompt, RowsOf]]) -> None:
-        layers = max(c.scores.layers for c, _ in pieces if c.scores is not None)
-        self._rows.run([rows for _, rows in pieces], partial(_look, pieces), layers, hidden=False)
-
-    def _choose(self, completion: BlendedPrompt) -> None:
-        """Choose tokens, unless chosen before, and set the rows to compute next. Mutates `completion`."""
-        attention, plan, last = completion.scores, completion.plan, completion.plan.tokens - 1
-        if completion.selected is None:
-            scores = None if attention is None else attention.seen()
-            completion.selected = choose(completion.selection, plan, self._rows.count, scores)
-        completion.scores = None
-        positions = np.union1d(plan.computed, completion.selected).astype(np.int32)
-        completion.left = completion.rows(positions[(positions < last) & ~plan.exact[positions]])
+    def _choose_tokens(self, prompt: BlendedPrompt) -> None:
+        """Choose tokens, unless chosen before, and set the rows to compute next. Mutates `prompt`."""
+        attention, plan, last = prompt.attention, prompt.plan, prompt.plan.tokens - 1
+        if prompt.selected is None:
+            scores = None if attention is None else attention.wait_for_scores()
+            prompt.selected = choose(prompt.selection, plan, self._rows.count, scores)
+        prompt.attention = None
+        positions = np.union1d(plan.computed, prompt.selected).astype(np.int32)
+        prompt.pending_rows = prompt.rows_at(positions[(positions < last) & ~plan.exact[positions]])
 
 
-def _look(pieces: Sequence[tuple[BlendedPrompt, RowsOf]], index: int, q: torch.Tensor) -> None:
-    """Pass the queries of each prompt's rows to its scores."""
+def _add_queries(
+    prompts: Sequence[BlendedPrompt], batch: Sequence[RequestRows], index: int, q: torch.Tensor
+) -> None:
+    """Pass the queries of each prompt's rows in a batch to its attention."""
     first = 0
-    for completion, rows in pieces:
+    for prompt, rows in zip(prompts, batch, strict=True):
         stop = first + len(rows.ids)
-        if completion.scores is not None:
-            completion.scores.look(index, q[first:stop], rows.positions)
+        if prompt.attention is not None:
+            prompt.attention.add_queries(index, q[first:stop], rows.positions)
         first = stop

@@ -1,8 +1,7 @@
 """Check, when the engine starts, that vLLM's model can be blended; refuse models that cannot.
 
 A few tokens are computed as a prefill and as rows with gaps, and one token alone at several positions. Rows
-must equal the prefill, and each layer's keys must be rotated by one of the model's rotary embeddings, or not
-at all.
+must equal the prefill, and one of the model's rotary embeddings, or none, must rotate each layer's keys.
 """
 
 from __future__ import annotations
@@ -19,29 +18,28 @@ import torch
 from numpy.typing import NDArray
 
 from kvkit.adapters.vllm import compat
-from kvkit.adapters.vllm.blending.attention import OwnAttention
-from kvkit.adapters.vllm.blending.order import PageOrder, read_tokens, write_tokens
-from kvkit.adapters.vllm.blending.rows import AttentionLayer, RowRunner, RowsOf
+from kvkit.adapters.vllm.blending.attention import KvkitAttention
+from kvkit.adapters.vllm.blending.page_order import PageOrder, read_tokens, write_tokens
+from kvkit.adapters.vllm.blending.rows import AttentionLayer, RequestRows, RowRunner
 from kvkit.blend.plan import BlendError
 from kvkit.format.rope import Rope
 from kvkit.kernels.pages.reference import rotate
 
 log = logging.getLogger(__name__)
 _TOKENS = 12
-_FAR = 1000
+_FAR_POSITION = 1000
 """Position past the first full rotation of most pairs, where a wrong frequency shows."""
 _MAX_ROWS_DIFFERENCE = {torch.float32: 1e-3}
 _MAX_KEYS_DIFFERENCE = {torch.float32: 1e-3}
 _MAX_ROUNDED_ROWS, _MAX_ROUNDED_KEYS = 0.1, 0.03
 """Relative limits for models that compute in 16 bits."""
 
-_Keys = list[list[torch.Tensor]]
+_Prefill = tuple[list[torch.Tensor], list[tuple[torch.Tensor, ...]]]
+"""Hidden states, and K and V by layer."""
 
 
-def open_rows(runner: Any) -> tuple[RowRunner, tuple[Rope | None, ...]]:
-    """Return the row runner of vLLM's model, and the rope of each of its layers.
-
-    A rope of None: the layer does not rotate its keys.
+def open_row_runner(runner: Any) -> tuple[RowRunner, tuple[Rope | None, ...]]:
+    """Return the row runner of vLLM's model, and the rope of each layer; None: keys are not rotated.
 
     Call it when the engine starts, before any request has blocks. Mutates some blocks.
 
@@ -50,18 +48,18 @@ def open_rows(runner: Any) -> tuple[RowRunner, tuple[Rope | None, ...]]:
         MissingName: this vLLM's model runner lacks something that blending needs.
     """
     compat.check_runner(runner)
-    with _all_ranks():
-        refuse(runner)
+    with _errors_on_all_ranks():
+        refuse_unsupported(runner)
     rows = RowRunner(runner)
-    with _all_ranks():
+    with _errors_on_all_ranks():
         ropes = check_rows(rows)
     if rows.device.type != "cpu":  # a CPU has opaque pages
-        rows.own = own_attention(rows)
+        rows.kvkit_attention = open_kvkit_attention(rows)
     return rows, ropes
 
 
 @contextmanager
-def _all_ranks() -> Iterator[None]:
+def _errors_on_all_ranks() -> Iterator[None]:
     """Raise a BlendError of any rank in all ranks, as the others would wait for that rank."""
     ranks = compat.find("get_world_group")()
     messages = [""] * ranks.world_size
@@ -75,7 +73,7 @@ def _all_ranks() -> Iterator[None]:
         raise BlendError(found[0])
 
 
-def refuse(runner: Any) -> None:
+def refuse_unsupported(runner: Any) -> None:
     """Refuse a model runner of vLLM with settings or layers that are known not to work.
 
     Raises:
@@ -100,8 +98,8 @@ def refuse(runner: Any) -> None:
         "data_parallel_size > 1: experts wait for the other engines' steps": parallel.data_parallel_size > 1
         and parallel.is_moe_model is not False,
         "enable_eplb: rows would count as load of experts": parallel.enable_eplb,
-        "a window that spares the prompt": getattr(model, "rswa_window", None) is not None,
-        "its embeddings depend on the tokens before": getattr(runner.get_model(), "token_lookback_depth", 0),
+        "rswa_window: a window that never drops the prompt": getattr(model, "rswa_window", None) is not None,
+        "its embeddings depend on earlier tokens": getattr(runner.get_model(), "token_lookback_depth", 0),
     }
     reasons = [text for text, holds in obstacles.items() if holds]
     if reasons:
@@ -117,48 +115,53 @@ def check_rows(rows: RowRunner) -> tuple[Rope | None, ...]:
         BlendError: rows differ from a prefill, or no known rope rotates a layer's keys. Names the layer and
             the difference.
     """
-    with _all_ranks():
+    with _errors_on_all_ranks():
         probe = _Probe(rows)
-    largest = probe.with_gaps(probe.prefill())
-    keys_at = {at: probe.keys_at(at) for at in (0, 1, min(_FAR, rows.config.model_config.max_model_len - 1))}
+    largest = probe.difference_with_gaps(probe.prefill())
+    far = min(_FAR_POSITION, rows.config.model_config.max_model_len - 1)
+    keys_at = {position: probe.keys_at(position) for position in (0, 1, far)}
     rows.wait_for_sends()
     # all ranks have run everything by now, so an error on one rank stops no other halfway
     name, dtype = type(rows.model).__name__, rows.config.model_config.dtype
     log.info("%s: rows differ from a prefill by %.2g", name, largest)
     if not largest <= _MAX_ROWS_DIFFERENCE.get(dtype, _MAX_ROUNDED_ROWS):
         raise BlendError(f"{name}: rows with gaps differ from what a prefill computes (by {largest:.2g})")
-    candidates = list(dict.fromkeys(_ropes(rows.model)))
+    candidates = list(dict.fromkeys(_candidate_ropes(rows.model)))
     limit = _MAX_KEYS_DIFFERENCE.get(dtype, _MAX_ROUNDED_KEYS)
     return tuple(
-        _matching(layer, candidates, {at: keys[i] for at, keys in keys_at.items()}, limit)
+        _find_rope(layer, candidates, {position: keys[i] for position, keys in keys_at.items()}, limit)
         for i, layer in enumerate(rows.layers)
     )
 
 
-def own_attention(rows: RowRunner) -> OwnAttention | None:
+def open_kvkit_attention(rows: RowRunner) -> KvkitAttention | None:
     """Return kvkit's attention if it equals vLLM's on all ranks, otherwise None. A difference is logged.
 
     Mutates a block of every KV cache group.
     """
     names = {n for groups in rows.runner.attn_groups for group in groups for n in group.layer_names}
     ranks = compat.find("get_world_group")()
-    own = OwnAttention.of(rows.layers, ranks.world_size) if len(names) == len(rows.layers) else None
+    attention = KvkitAttention.of(rows.layers, ranks.world_size) if len(names) == len(rows.layers) else None
     probe = _Probe(rows)
     expected = probe.prefill()
-    rows.own = own and replace(own, prefers=lambda form: True)
-    largest = probe.with_gaps(expected)  # also without kvkit's attention: other ranks run it
-    rows.own = None
+    rows.kvkit_attention = attention and replace(attention, prefers=lambda sizes: True)
+    largest = probe.difference_with_gaps(expected)  # also without kvkit's attention: other ranks run it
+    rows.kvkit_attention = None
     is_equal = largest <= _MAX_ROWS_DIFFERENCE.get(rows.config.model_config.dtype, _MAX_ROUNDED_ROWS)
     if not is_equal:
         log.warning("kvkit's attention differs from vLLM's (by %.2g): it is not used", largest)
-    accepted = torch.tensor(own is not None and is_equal).int()
+    accepted = torch.tensor(attention is not None and is_equal).int()
     if ranks.world_size > 1:
         torch.distributed.all_reduce(accepted, torch.distributed.ReduceOp.MIN, group=ranks.cpu_group)
-    return own if accepted else None
+    return attention if accepted else None
 
 
 class _Probe:
-    """Arbitrary tokens for the checks, in blocks that no request has yet."""
+    """Arbitrary tokens for the checks, in blocks that no request has yet.
+
+    Args:
+        rows: runner of the model.
+    """
 
     def __init__(self, rows: RowRunner) -> None:
         self._rows = rows
@@ -169,31 +172,33 @@ class _Probe:
         self._ids = np.arange(1, 1 + _TOKENS, dtype=np.int32) * 7919 % vocabulary
         self._positions = np.arange(_TOKENS, dtype=np.int64)
 
-    def prefill(self) -> tuple[list[torch.Tensor], list[tuple[torch.Tensor, ...]]]:
-        """Run all tokens; return hidden states, without every third, and K and V of all tokens by layer."""
-        hidden = self._rows.run([RowsOf(self._ids, self._positions, self._blocks)])
-        return [h[self._some.to(h.device)] for h in hidden], self._kv()
+    def prefill(self) -> _Prefill:
+        """Run all tokens; return hidden states of two in three, and K and V of all tokens by layer."""
+        hidden = self._rows.run([RequestRows(self._ids, self._positions, self._blocks)])
+        return [h[self._recomputed.to(h.device)] for h in hidden], self._kv()
 
-    def with_gaps(self, prefilled: tuple[list[torch.Tensor], list[tuple[torch.Tensor, ...]]]) -> float:
+    def difference_with_gaps(self, prefilled: _Prefill) -> float:
         """Zero the KV of two tokens in three, recompute them as rows, and return the largest difference."""
         expected, prefilled_kv = prefilled
-        rows = self._some.numpy()
+        rows = self._recomputed.numpy()
         for layer, (k, v) in zip(self._rows.layers, prefilled_kv, strict=True):
-            slots = self._some + self._blocks[layer.table][0] * layer.block_tokens
-            wiped = [torch.zeros_like(x[:, : len(rows)]) for x in (k, v)]
-            write_tokens(layer.module, wiped[0], wiped[1], slots.to(k.device))
-        hidden = self._rows.run([RowsOf(self._ids[rows], self._positions[rows], self._blocks)])
+            slots = self._recomputed + self._blocks[layer.table][0] * layer.block_tokens
+            zero_k, zero_v = (torch.zeros_like(x[:, : len(rows)]) for x in (k, v))
+            write_tokens(layer.module, zero_k, zero_v, slots.to(k.device))
+        hidden = self._rows.run([RequestRows(self._ids[rows], self._positions[rows], self._blocks)])
         kv = self._kv()
         pairs = [*zip(hidden, expected, strict=True), *zip(sum(kv, ()), sum(prefilled_kv, ()), strict=True)]
         return max(_difference(a, b) for a, b in pairs)
 
     def keys_at(self, position: int) -> list[torch.Tensor]:
         """Return the keys [H, 1, D] by layer of the first token, computed at `position`."""
-        self._rows.run_alone(RowsOf(self._ids[:1], self._positions[:1], self._blocks), position)
+        row = RequestRows(self._ids[:1], self._positions[:1], self._blocks)
+        self._rows.run([row], hidden=False, position=position)
         return [k[:, :1] for k, _ in self._kv()]
 
     @property
-    def _some(self) -> torch.Tensor:
+    def _recomputed(self) -> torch.Tensor:
+        """Positions of two tokens in three, which are recomputed as rows."""
         return torch.from_numpy(self._positions[self._positions % 3 != 1])
 
     def _kv(self) -> list[tuple[torch.Tensor, ...]]:
@@ -203,7 +208,7 @@ class _Probe:
         ]
 
 
-def _matching(
+def _find_rope(
     layer: AttentionLayer, candidates: Sequence[Rope], keys: dict[int, torch.Tensor], limit: float
 ) -> Rope | None:
     """Return the rope that a layer's keys were rotated by; None: keys are the same at all positions.
@@ -213,32 +218,35 @@ def _matching(
     """
     differences: dict[Rope | None, float] = {}
     size = layer.module.head_size
-    variants = [r for rope in candidates if rope.channels <= size for r in _placed(rope, size)]
+    variants = [r for rope in candidates if rope.channels <= size for r in _variants(rope, size)]
     for rope in (*variants, None):
-        differences[rope] = max(_difference(_turned(keys[0], rope, at), k) for at, k in keys.items())
+        differences[rope] = max(
+            _difference(_rotated(keys[0], rope, position), k) for position, k in keys.items()
+        )
     best = min(differences, key=lambda rope: differences[rope])
     if not differences[best] <= limit:
         raise BlendError(
-            f"layer {layer.name}: none of the model's {len(candidates)} rotary embeddings turns its keys "
+            f"layer {layer.name}: none of the model's {len(candidates)} rotary embeddings rotates its keys "
             f"from one position to another (difference {differences[best]:.2g}); want the same one everywhere"
         )
     return best
 
 
-def _placed(rope: Rope, size: int) -> list[Rope]:
+def _variants(rope: Rope, size: int) -> list[Rope]:
     """Return the rope over the first and over the last channels of a head."""
     firsts = sorted({0, size - rope.channels})
     return [Rope(rope.inv_freq, rope.interleaved, first, rope.scale) for first in firsts]
 
 
-def _turned(keys: torch.Tensor, rope: Rope | None, distance: int) -> torch.Tensor:
+def _rotated(keys: torch.Tensor, rope: Rope | None, distance: int) -> torch.Tensor:
+    """Return keys as if they stood `distance` positions later; without a rope, the keys themselves."""
     if rope is None:
         return keys
     cos_sin = torch.from_numpy(rope.delta_table(np.array([distance], np.int64)))
     return rotate(keys, cos_sin.to(keys.device), rope)
 
 
-def _ropes(model: Any) -> Iterator[Rope]:
+def _candidate_ropes(model: Any) -> Iterator[Rope]:
     """Yield the ropes by which a model's rotary embeddings (vLLM's or Transformers') may rotate keys."""
     for module in model.modules():
         if hasattr(module, "use_long_rope"):  # factors depend on the length, but an engine uses one set

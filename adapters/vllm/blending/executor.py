@@ -1,9 +1,9 @@
-"""Execution of blends on one rank: load KV, then complete the prompt in step with all ranks.
+"""Execution of blends on one rank: load documents to their positions, then complete the prompt's KV.
 
-start_loads   starts to load documents into the request's blocks, at their positions in the prompt
-Arrival       reports the loaded tokens when all loads have ended; a single rank completes from its own report
-complete      starts from the tokens that every rank has, in the same step, so that all run the same rows
-finish_requests  runs rows until the KV is complete, then reports the request as received
+start_loads        starts to load documents into the request's blocks, keys rotated to their positions
+Arrival            reports the loaded tokens when all loads have ended; a single rank needs no other's report
+start_completion   starts from the tokens that every rank has, in the same step, so that all run the same rows
+finish_requests    runs rows until the KV is complete, then reports the request as received
 """
 
 from __future__ import annotations
@@ -11,22 +11,28 @@ from __future__ import annotations
 import logging
 import time
 from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import wait
 from dataclasses import dataclass, field
 
 import numpy as np
 from numpy.typing import NDArray
 
-from kvkit.adapters.engine.loads import NOTHING, PromptHit, PromptLoad, result_of
+from kvkit.adapters.engine.loads import NOTHING, PromptLoad, result_of
 from kvkit.adapters.engine.lookups import Lookups
-from kvkit.adapters.vllm.blending.blender import BlendedPrompt, Blender
-from kvkit.adapters.vllm.blending.placing import Placing
+from kvkit.adapters.vllm.blending.blender import BlendedPrompt, Blender, LayerPages
+from kvkit.adapters.vllm.blending.page_order import PageOrder
 from kvkit.adapters.vllm.blending.rows import lora_request
 from kvkit.adapters.vllm.capability import Capability, FinishedRequests, WorkerContext
-from kvkit.adapters.vllm.step import Arrival, BlendDone, BlendTask, StepMetadata
+from kvkit.adapters.vllm.pages import GroupPages
+from kvkit.adapters.vllm.step import Arrival, BlendDone, BlendTask, StepMetadata, Tables
 from kvkit.blend.plan import Span, plan_blend
 from kvkit.cache import Loaded
-from kvkit.transfer.sequence import Hit
+from kvkit.format.record import RecordFormat
+from kvkit.format.rope import Rope, Rotation
+from kvkit.kernels.pages.api import Pages, unpack
+from kvkit.kernels.pages.streams import CudaEvents
+from kvkit.transfer.sequence import Hit, SequencePages
 from kvkit.workers import Transfer
 
 log = logging.getLogger(__name__)
@@ -40,10 +46,10 @@ class ActiveBlend:
         began: monotonic time of its start.
         prefix: load of the exact KV; None: nothing to load.
         documents: per span, the number of leading tokens that its load skips, and the load; None: no load.
-        place_s: seconds spent on moving parts of documents to their positions.
+        place_s: seconds of each unpacking of document records, with the rotation of their keys.
         load_s: seconds from its start to the end of all loads.
-        arrival: what this rank has loaded; None: loads are in flight.
-        spans: the parts of documents that every rank has.
+        arrival: this rank's loaded tokens; None: loads are in flight.
+        spans: spans of documents that every rank has loaded.
         completion: None until every rank has reported.
         cancelled: True if it ends as soon as its loads do.
     """
@@ -60,20 +66,20 @@ class ActiveBlend:
     cancelled: bool = False
 
     @property
-    def loaded(self) -> bool:
+    def is_loaded(self) -> bool:
         """True if no load is in flight."""
         documents = [load is None or load.done() for _, load in self.documents]
         return (self.prefix is None or self.prefix.done) and all(documents)
 
     @property
-    def over(self) -> bool:
+    def is_over(self) -> bool:
         """True if nothing touches its blocks any more."""
         if self.cancelled:
-            return self.loaded
-        return self.completion is not None and self.completion.over
+            return self.is_loaded
+        return self.completion is not None and self.completion.is_complete
 
     def cancel(self) -> None:
-        """Cancel the blend and its loads; its blocks may be in use until it is `over`."""
+        """Cancel the blend and its loads; its blocks may be in use until `is_over`."""
         self.cancelled = True
         if self.prefix is not None:
             self.prefix.cancel()
@@ -87,42 +93,43 @@ class BlendExecutor(Capability):
 
     Args:
         lookups: lookups whose hits blends load.
+        blender: completion of prompts with vLLM's model.
+        pages: this rank's pages for documents.
 
     Attributes:
         last: the blend that completed last.
     """
 
-    def __init__(self, context: WorkerContext, lookups: Lookups, blender: Blender, placing: Placing) -> None:
+    def __init__(
+        self, context: WorkerContext, lookups: Lookups, blender: Blender, pages: DocumentPages
+    ) -> None:
         self._context = context
         self._lookups = lookups
         self._blender = blender
-        self._placing = placing
+        self._pages = pages
         self.last: BlendDone | None = None
         self._blends: dict[str, ActiveBlend] = {}
-        self._ready: dict[str, ActiveBlend] = {}  # in the same order on all ranks
-        self._arrived: list[Arrival] = []
+        self._completing: dict[str, ActiveBlend] = {}  # in the same order on all ranks
+        self._unreported: list[Arrival] = []
 
     def begin_step(self, step: StepMetadata) -> None:
         for agreed in step.arrivals:
-            self.complete(agreed)
+            self.start_completion(agreed)
 
     def start_loads(self, step: StepMetadata) -> None:
         for task in step.blends:
             self._context.request_stats.begin_transfer(task.request_id)
-            self._start(task, self._lookups.claim(task.request_id, task.number))
+            prompt_hit = self._lookups.claim(task.request_id, task.number)
+            prefix = task.prefix
+            load = None if prefix is None else self._context.start_load(prefix, prompt_hit, "async")
+            blend = self._blends[task.request_id] = ActiveBlend(task, time.monotonic(), load)
+            hits = () if prompt_hit is None else prompt_hit.documents  # missing tokens are computed
+            for index, span in enumerate(task.spans):
+                hit = hits[index] if index < len(hits) else None
+                blend.documents.append((0, None) if hit is None else self._load_document(blend, span, hit))
 
-    def _start(self, task: BlendTask, prompt_hit: PromptHit | None) -> None:
-        """Start the loads of a blend. Tokens that `prompt_hit` lacks will be computed."""
-        prefix = task.prefix
-        load = None if prefix is None else self._context.start_load(prefix, prompt_hit, "async")
-        blend = self._blends[task.request_id] = ActiveBlend(task, time.monotonic(), load)
-        hits = () if prompt_hit is None else prompt_hit.documents
-        for index, span in enumerate(task.spans):
-            hit = hits[index] if index < len(hits) else None
-            blend.documents.append((0, None) if hit is None else self._load(blend, span, hit))
-
-    def complete(self, agreed: Arrival) -> None:
-        """Start to complete a prompt from what every rank has loaded of it."""
+    def start_completion(self, agreed: Arrival) -> None:
+        """Start to complete a prompt from the tokens that every rank has loaded."""
         blend = self._blends.get(agreed.request_id)
         if blend is None or blend.cancelled or blend.task.number != agreed.number:
             return
@@ -136,15 +143,15 @@ class BlendExecutor(Capability):
             lora=lora_request(task.sequence.lora),
             selected=task.selected,
         )
-        self._blender.begin(blend.completion)
-        self._ready[task.request_id] = blend
+        self._blender.begin_prompt(blend.completion)
+        self._completing[task.request_id] = blend
 
     def cancel(self, request_id: str) -> bool:
         """Cancel a request's blend; return whether there is one."""
         blend = self._blends.get(request_id)
         if blend is not None:
             blend.cancel()
-            self._ready.pop(request_id, None)
+            self._completing.pop(request_id, None)
         return blend is not None
 
     def end_writes(self) -> None:
@@ -161,23 +168,23 @@ class BlendExecutor(Capability):
         for request_id in request_ids:
             self.cancel(request_id)
         for blend in self._blends.values():
-            if blend.arrival is None and blend.loaded and not blend.cancelled:
-                blend.arrival = self._arrival(blend)
+            if blend.arrival is None and blend.is_loaded and not blend.cancelled:
+                blend.arrival = self._end_loads(blend)
                 if self._context.namespace.world == 1:
-                    self.complete(blend.arrival)
+                    self.start_completion(blend.arrival)
                 else:
-                    self._arrived.append(blend.arrival)
-        self._blender.step([blend.completion for blend in self._ready.values() if blend.completion])
-        over = {request_id for request_id, blend in self._blends.items() if blend.over}
+                    self._unreported.append(blend.arrival)
+        self._blender.advance([blend.completion for blend in self._completing.values() if blend.completion])
+        over = {request_id for request_id, blend in self._blends.items() if blend.is_over}
         for request_id in over:
-            self._ready.pop(request_id, None)
-            self._end(self._blends.pop(request_id))
+            self._completing.pop(request_id, None)
+            self._end_blend(self._blends.pop(request_id))
         finished.received |= over
 
     def add_to_report(self) -> None:
-        """Report what was loaded here; the scheduler combines it with what other ranks loaded."""
-        self._context.report.arrivals += self._arrived
-        self._arrived = []
+        """Report the tokens loaded here; the scheduler combines them with those of other ranks."""
+        self._context.report.arrivals += self._unreported
+        self._unreported = []
 
     @property
     def busy(self) -> bool:
@@ -188,10 +195,10 @@ class BlendExecutor(Capability):
     def has_result(self) -> bool:
         """True if `finish_requests` has something to do."""
         waiting = (blend for blend in self._blends.values() if blend.cancelled or not blend.arrival)
-        return bool(self._ready) or any(blend.loaded for blend in waiting)
+        return bool(self._completing) or any(blend.is_loaded for blend in waiting)
 
-    def _load(self, blend: ActiveBlend, span: Span, hit: Hit) -> tuple[int, Transfer[Loaded] | None]:
-        """Start to load a document's missing tokens; return the number of tokens skipped, and the load."""
+    def _load_document(self, blend: ActiveBlend, span: Span, hit: Hit) -> tuple[int, Transfer[Loaded] | None]:
+        """Start to load a document into its span; return the number of tokens skipped, and the load."""
         task, context = blend.task, self._context
         chunk = context.namespace.chunk_tokens
         start, stop = span.start, min(span.stop, len(task.sequence.tokens) - 1)
@@ -201,13 +208,13 @@ class BlendExecutor(Capability):
         needed_hit = hit.part(min(first, hit.plan.chunks), last)
         positions = np.arange(first * chunk, last * chunk) + span.delta
         positions[(positions < start) | (positions >= stop)] = -1
-        pages = self._placing.places(task.blocks, positions, span.delta, blend.place_s.append)
+        pages = self._pages.pages_at(task.blocks, positions, span.delta, blend.place_s.append)
         load = context.cache.load_async(needed_hit, pages)
         load.add_done_callback(context.wakeups.notify)
         return first * chunk, load
 
-    def _arrival(self, blend: ActiveBlend) -> Arrival:
-        """Return the result of a blend's loads, and count it."""
+    def _end_loads(self, blend: ActiveBlend) -> Arrival:
+        """Return the tokens that a blend's loads have loaded, and count them."""
         context, task, by_tier, complete = self._context, blend.task, Counter[str](), True
         exact = task.exact
         if blend.prefix is not None and task.prefix is not None:
@@ -230,7 +237,7 @@ class BlendExecutor(Capability):
             log.warning("%s: part of its prefix or documents was not loaded; it is computed", task.request_id)
         return Arrival(task.request_id, task.number, context.namespace.rank, exact, tuple(documents))
 
-    def _end(self, blend: ActiveBlend) -> None:
+    def _end_blend(self, blend: ActiveBlend) -> None:
         """Count a blend that is over, and report it unless it was cancelled: rank 0 to the scheduler."""
         context, completion = self._context, blend.completion
         if blend.arrival is None:  # it was cancelled before its loads ended
@@ -261,3 +268,128 @@ class BlendExecutor(Capability):
             selected=selected,
             seconds={"load": blend.load_s, "place": sum(blend.place_s), **seconds},
         )
+
+
+@dataclass(frozen=True, slots=True)
+class DocumentPages:
+    """One rank's pages into which documents are loaded, and the ropes that rotate their keys.
+
+    Args:
+        groups: groups of the layout.
+        orders: page order of each group; None: its pages are not opaque.
+        ropes: rope of each layer by the layer's name; None: its keys are not rotated.
+    """
+
+    groups: Sequence[GroupPages]
+    orders: Sequence[PageOrder | None]
+    ropes: Mapping[str, Rope | None]
+
+    @staticmethod
+    def of(groups: Sequence[GroupPages], pages: LayerPages, ropes: Sequence[Rope | None]) -> DocumentPages:
+        """Describe a rank's groups, given the rope of each layer of `pages`."""
+        names = [layer.name for layer in pages.layers]
+        order_of, rope_of = dict(zip(names, pages.orders, strict=True)), dict(zip(names, ropes, strict=True))
+        group_orders = []
+        for group in groups:
+            heads, order = group.pages.group, order_of[group.names[0]]
+            first = min(g.pages.group.first_head for g in groups if g.names == group.names)
+            if order is not None:
+                order = order.of_heads(heads.first_head - first, heads.kv_heads) if heads.opaque else None
+            group_orders.append(order)
+        return DocumentPages(groups, group_orders, rope_of)
+
+    def warm_up(self, formats: Sequence[RecordFormat]) -> None:
+        """Compile the kernels that rotate keys, so that no request waits for it. Mutates no pages.
+
+        Args:
+            formats: record format of each group.
+        """
+        no_positions = np.full(formats[0].namespace.chunk_tokens, -1)
+        no_blocks: Tables = tuple([] for _ in range(1 + max(group.table for group in self.groups)))
+        moved_pages = self.pages_at(no_blocks, no_positions, 1, lambda _: None)
+        for pages, form in zip(moved_pages, formats, strict=True):
+            pages.fill(form, 0, [np.zeros(form.shape[0] * form.layer_bytes, np.uint8)], None, ())
+
+    def pages_at(
+        self,
+        blocks: Tables,
+        positions: NDArray[np.int64],
+        delta: int,
+        on_unpacked: Callable[[float], object],
+    ) -> list[SequencePages]:
+        """Return the pages of each group for the tokens of a document.
+
+        Args:
+            blocks: block tables of the request, from token 0 on.
+            positions: int64 [tokens of the record], positions in the prompt; < 0: the token is left out.
+            delta: number of positions that keys move.
+            on_unpacked: called from any thread with the seconds that each unpacking of records took.
+        """
+        moved_pages: list[SequencePages] = []
+        for group, order in zip(self.groups, self.orders, strict=True):
+            table = np.append(np.array(blocks[group.table], np.int64), -1)
+            size = group.block_tokens
+            token_blocks = table[np.where(positions < 0, -1, positions // size)]
+            slots = np.where(token_blocks < 0, -1, token_blocks * size + positions % size)
+            moved_pages.append(
+                MovedPages(
+                    group.pages,
+                    slots=slots,
+                    ropes=tuple(self.ropes[name] for name in group.names),
+                    order=None if order is None else (order.k.numpy(), order.v.numpy()),
+                    delta=delta,
+                    on_unpacked=on_unpacked,
+                )
+            )
+        return moved_pages
+
+
+@dataclass(frozen=True, slots=True)
+class MovedPages(SequencePages):
+    """Pages for a document's tokens; a load rotates their keys by `delta` positions.
+
+    Args:
+        ropes: rope of each layer of the group; None: its keys are not rotated.
+        order: order of K and V in opaque pages, as `unpack_ordered` takes it; None: pages are not opaque.
+        delta: distance from the position at which tokens were computed to their new position.
+        on_unpacked: called with the seconds that each call of `fill` took.
+    """
+
+    ropes: tuple[Rope | None, ...] = ()
+    order: tuple[NDArray[np.int64], NDArray[np.int64]] | None = None
+    delta: int = 0
+    on_unpacked: Callable[[float], object] = lambda seconds: None
+
+    def fill(
+        self,
+        form: RecordFormat,
+        first: int,
+        payloads: Sequence[NDArray[np.uint8]],
+        rotate: Rotation | None,
+        after: CudaEvents | None,
+    ) -> None:
+        """Unpack payloads of records and rotate their keys by `delta`; ignore `rotate`. Mutates the pages."""
+        began, slots = time.perf_counter(), self.rows_of(form, range(first, first + len(payloads)))["slots"]
+        if self.order is not None:
+            from kvkit.kernels.pages.ordered import unpack_ordered  # numba stays out of vLLM's start
+
+            unpack_ordered(self.pages, payloads, slots, self.order, self.ropes, self.delta)
+        elif len(set(self.ropes)) == 1:
+            self._unpack(self.pages, self.ropes[0], payloads, slots, after)
+        else:
+            for i, rope in enumerate(self.ropes):
+                span = slice(i * form.layer_bytes, (i + 1) * form.layer_bytes)
+                self._unpack(self.pages.layer(i), rope, [payload[span] for payload in payloads], slots, after)
+        self.on_unpacked(time.perf_counter() - began)
+
+    def _unpack(
+        self,
+        pages: Pages,
+        rope: Rope | None,
+        payloads: Sequence[NDArray[np.uint8]],
+        slots: NDArray[np.int64],
+        after: CudaEvents | None,
+    ) -> None:
+        deltas = np.full(len(payloads), self.delta, np.int64)
+        rotate = Rotation(rope, deltas) if rope is not None and self.delta else None
+        unpack(pages, payloads, slots=slots, rotate=rotate, after=after)

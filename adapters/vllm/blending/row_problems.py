@@ -14,8 +14,7 @@ import torch
 from numpy.typing import NDArray
 
 from kvkit.adapters.vllm import compat
-from kvkit.adapters.vllm.blending.attention import OwnLayer, OwnRows
-from kvkit.adapters.vllm.blending.choice import RowsForm, entry
+from kvkit.adapters.vllm.blending.attention import KvkitLayer, KvkitRows, RowSizes, tuned_entry
 from kvkit.kernels.attention import reference
 from kvkit.kernels.attention.layer import Scoring
 from kvkit.kernels.attention.rows import Rows
@@ -50,14 +49,14 @@ class PromptRows:
         return np.append(np.flatnonzero(np.diff(positions, prepend=-2) != 1), len(positions))
 
     @property
-    def form(self) -> RowsForm:
+    def sizes(self) -> RowSizes:
         """Sizes by which the attention is chosen."""
         rows, runs = len(self.positions), len(self.starts) - 1
-        return RowsForm(rows, runs, self.tokens, self.group, self.size, "bfloat16")
+        return RowSizes(rows, runs, self.tokens, self.group, self.size, "bfloat16")
 
     def __str__(self) -> str:
-        form = self.form
-        return f"{form.rows} rows in {form.runs} runs, {self.tokens} keys, heads of {self.size}"
+        sizes = self.sizes
+        return f"{sizes.rows} rows in {sizes.runs} runs, {self.tokens} keys, heads of {self.size}"
 
 
 PROMPTS = tuple(
@@ -77,28 +76,28 @@ class RowTensors:
         q: [M, Hq, D].
         pages: [B, H, N, 2 D]; in memory, tokens come before heads.
         out: [M, Hq, D], the output.
-        own: all rows as one request, for kvkit's attention.
-        apart: every run of rows as a request of its own, as engines take them.
+        kvkit_rows: all rows as one request, for kvkit's attention.
+        rows_by_run: every run of rows as a request of its own, as engines take them.
         query_starts: int32 [runs + 1], the first row of each run, then M.
-        used: int32 [runs], number of keys that each run sees.
+        key_counts: int32 [runs], number of keys that each run attends to.
         scoring: scale, window and soft-cap of the layer.
     """
 
     q: torch.Tensor
     pages: torch.Tensor
     out: torch.Tensor
-    own: OwnRows
-    apart: Rows
+    kvkit_rows: KvkitRows
+    rows_by_run: Rows
     query_starts: torch.Tensor
-    used: torch.Tensor
+    key_counts: torch.Tensor
     scoring: Scoring
 
     @staticmethod
     def of(prompt: PromptRows, device: torch.device, filled: bool = True) -> RowTensors:
         """Allocate the tensors; fill them with random numbers if `filled`."""
-        at, blocks = prompt.positions, prompt.tokens // prompt.block_tokens
+        positions, blocks = prompt.positions, prompt.tokens // prompt.block_tokens
         new = partial(torch.empty, dtype=torch.bfloat16, device=device)
-        q = new(len(at), prompt.heads * prompt.group, prompt.size)
+        q = new(len(positions), prompt.heads * prompt.group, prompt.size)
         memory = new(blocks, prompt.block_tokens, prompt.heads, 2 * prompt.size)
         if filled:
             fill(q)
@@ -106,22 +105,34 @@ class RowTensors:
         table, scoring = np.random.default_rng(1).permutation(blocks), Scoring(prompt.size**-0.5)
         plan = partial(Rows.of, block_tokens=prompt.block_tokens, device=device)
         starts = prompt.starts
-        apart = plan(at, starts, at[starts[1:] - 1] + 1, np.repeat(table[None], len(starts) - 1, 0))
-        layer = OwnLayer(scoring, prompt.size, 0, prompt.block_tokens, 1)
-        own = OwnRows((layer,), {layer: plan(at, np.array([0, len(at)]), at[-1:] + 1, table[None])})
-        first, used = (torch.from_numpy(x.astype(np.int32)).to(device) for x in (starts, apart.lengths))
-        return RowTensors(q, memory.transpose(1, 2), torch.empty_like(q), own, apart, first, used, scoring)
+        lengths = positions[starts[1:] - 1] + 1
+        rows_by_run = plan(positions, starts, lengths, np.repeat(table[None], len(starts) - 1, 0))
+        layer = KvkitLayer(scoring, prompt.size, 0, prompt.block_tokens, 1)
+        all_rows = plan(positions, np.array([0, len(positions)]), positions[-1:] + 1, table[None])
+        query_starts, key_counts = (
+            torch.from_numpy(x.astype(np.int32)).to(device) for x in (starts, rows_by_run.lengths)
+        )
+        return RowTensors(
+            q,
+            memory.transpose(1, 2),
+            torch.empty_like(q),
+            KvkitRows((layer,), {layer: all_rows}),
+            rows_by_run,
+            query_starts,
+            key_counts,
+            scoring,
+        )
 
     def run(self, TOGETHER: int) -> None:
         """Compute `out`, with kvkit's attention if `TOGETHER` is not 0, otherwise with vLLM's."""
         if TOGETHER:
-            self.own.attend(0, self.q, self.pages, self.out)
+            self.kvkit_rows.attend(0, self.q, self.pages, self.out)
         else:
-            _by_vllm(self)
+            _attend_by_vllm(self)
 
-    def wrong(self) -> float:
+    def relative_error(self) -> float:
         """Return the error of 64 rows of `out`, relative to their norm."""
-        (rows,) = self.own.rows.values()
+        (rows,) = self.kvkit_rows.rows.values()
         indices = np.unique(np.linspace(0, rows.count - 1, 64).astype(np.int64))
         ends, sample_rows = np.array([0, len(indices)]), torch.from_numpy(indices).to(self.q.device)
         sample = Rows.of(
@@ -132,8 +143,8 @@ class RowTensors:
         return float((self.out[sample_rows].double() - expected).norm() / expected.norm())
 
 
-def _by_vllm(tensors: RowTensors) -> None:
-    """Compute `out` with every run as a sequence, as vLLM's own backend does: FlashAttention."""
+def _attend_by_vllm(tensors: RowTensors) -> None:
+    """Compute `out` with FlashAttention, every run as a sequence, as vLLM's backend does."""
     k, v = tensors.pages.transpose(1, 2).chunk(2, -1)
     compat.find("flash_attn_varlen_func")(
         q=tensors.q,
@@ -141,30 +152,31 @@ def _by_vllm(tensors: RowTensors) -> None:
         v=v,
         out=tensors.out,
         cu_seqlens_q=tensors.query_starts,
-        max_seqlen_q=int(np.diff(tensors.apart.row_starts).max()),
-        seqused_k=tensors.used,
-        max_seqlen_k=int(tensors.apart.lengths.max()),
+        max_seqlen_q=int(np.diff(tensors.rows_by_run.row_starts).max()),
+        seqused_k=tensors.key_counts,
+        max_seqlen_k=int(tensors.rows_by_run.lengths.max()),
         softmax_scale=tensors.scoring.scale,
         causal=True,
-        block_table=tensors.apart.device_tables,
+        block_table=tensors.rows_by_run.device_tables,
         fa_version=compat.find("get_flash_attn_version")(head_size=tensors.q.shape[2]),
     )
 
 
 def problems() -> Iterator[Problem]:
-    """Return all problems; no tensors are made yet."""
+    """Return all problems; their tensors are allocated later."""
     return map(row_problem, PROMPTS)
 
 
 def row_problem(prompt: PromptRows) -> Problem:
     """Return the problem of one prompt. It is not gated, as no config compiles a kernel of its own."""
-    form = prompt.form
-    moved = 2 * prompt.heads * prompt.size * (2 * prompt.tokens + 2 * form.rows * prompt.group)
+    sizes = prompt.sizes
+    expected = sizes.is_kvkit_expected_faster
+    moved = 2 * prompt.heads * prompt.size * (2 * prompt.tokens + 2 * sizes.rows * prompt.group)
     return Problem(
         name=str(prompt),
-        bucket=form.bucket,
+        bucket=sizes.bucket,
         kernel=attend,
-        space=(entry(form.untuned), entry(not form.untuned)),
+        space=(tuned_entry(expected), tuned_entry(not expected)),
         make=partial(_case, prompt),
         work=lambda config: Work(moved),
         gated=False,
@@ -175,16 +187,16 @@ def row_problem(prompt: PromptRows) -> Problem:
 def _case(prompt: PromptRows, device: torch.device, filled: bool) -> Case:
     tensors = RowTensors.of(prompt, device, filled)
     if filled and device.type == "cuda":
-        tensors.run(TOGETHER=0)  # fails if vLLM's cannot run: tuning has to compare both
+        tensors.run(TOGETHER=0)  # raises if vLLM's cannot run: tuning compares both
 
     def launches(config: KernelConfig | None) -> tuple[HostLaunch, ...]:
-        return (HostLaunch(tensors.run, {}, config or entry(prompt.form.untuned)),)
+        return (HostLaunch(tensors.run, {}, config or tuned_entry(prompt.sizes.is_kvkit_expected_faster)),)
 
     def poison() -> None:
         tensors.out.fill_(torch.nan)
 
     def fault() -> str:
-        error = tensors.wrong()
+        error = tensors.relative_error()
         return "" if error < 0.01 else f"rows differ from the reference by {error:.2g} of their norm"
 
     return Case(launches, poison, fault, (tensors.out,))

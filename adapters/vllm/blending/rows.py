@@ -1,11 +1,11 @@
 """Runs of rows of prompts through vLLM's own model, at their positions, against the KV in its pages.
 
-vLLM's attention takes a batch of sequences, each with queries at its end. Rows that are not consecutive form
+vLLM's attention takes a batch of sequences, each with queries at its end. Rows that are not consecutive make
 such a batch: every run of consecutive rows is a sequence that ends with the run, and all runs of a request
 have the request's block tables. In every layer, K and V of all rows are written to the pages before any row
-attends. So a row sees new KV of rows, and old KV of all other tokens, at or before its position. This
-takes no knowledge of vLLM's kernels, layers or weights: the model itself handles quantised weights, adapters,
-experts, windows and compiled graphs.
+attends. So a row attends to new KV of rows, and to old KV of all other tokens, at or before its position. No
+knowledge of vLLM's kernels, layers or weights is needed: the model itself handles quantised weights,
+adapters, experts, windows and compiled graphs.
 """
 
 from __future__ import annotations
@@ -22,23 +22,23 @@ from vllm.lora.request import LoRARequest
 
 from kvkit.adapters.engine.lookup_request import Lora
 from kvkit.adapters.vllm import compat
-from kvkit.adapters.vllm.blending.order import NULL_BLOCK
+from kvkit.adapters.vllm.blending.page_order import NULL_BLOCK
 from kvkit.adapters.vllm.pages import layer_order
 from kvkit.adapters.vllm.step import Tables
 from kvkit.blend.plan import BlendError
 
-QueryTap = Callable[[int, torch.Tensor], None]
+OnQueries = Callable[[int, torch.Tensor], None]
 """Called with an index into `RowRunner.layers`, and rotated queries [M, Hq, D] in the order of the rows."""
 _STAGES_TAG = 0x6B76
 """Tag of messages between stages about rows, as vLLM sends over the same group."""
 
 
-class _Enough(Exception):
+class _StopModel(Exception):
     """Raised to stop a run of the model early."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class RowsOf:
+class RequestRows:
     """Rows of one request.
 
     Args:
@@ -54,7 +54,7 @@ class RowsOf:
     blocks: Tables
     lora: LoRARequest | None = None
 
-    def part(self, start: int, stop: int) -> RowsOf:
+    def slice(self, start: int, stop: int) -> RequestRows:
         """Return rows [start, stop) of these."""
         return replace(self, ids=self.ids[start:stop], positions=self.positions[start:stop])
 
@@ -84,9 +84,10 @@ class AttentionLayer:
     block_tokens: int
 
     def kernel_blocks(self, blocks: Sequence[int]) -> NDArray[np.int64]:
-        """Convert a table's `blocks` to blocks of `module.kv_cache`."""
+        """Convert `blocks` of its table to blocks of `module.kv_cache`; -1 becomes the null block."""
         ratio = self.block_tokens // self.module.kv_cache.shape[2]
-        split: NDArray[np.int64] = np.asarray(blocks, np.int64)[:, None] * ratio + np.arange(ratio)
+        present = np.maximum(np.asarray(blocks, np.int64), NULL_BLOCK)
+        split: NDArray[np.int64] = present[:, None] * ratio + np.arange(ratio)
         return split.reshape(-1)
 
 
@@ -97,20 +98,20 @@ def lora_request(lora: Lora | None) -> LoRARequest | None:
     return LoRARequest(lora.name, lora.number, lora.path, is_3d_lora_weight=lora.fused_experts)
 
 
-class PlannedRows(Protocol):
-    """Rows prepared for an attention other than vLLM's; replaces vLLM's attention metadata."""
+class PreparedRows(Protocol):
+    """Rows prepared for kvkit's attention; they replace vLLM's attention metadata."""
 
-    def forward(self, layer: int) -> Callable[..., Any]:
+    def forward_of(self, layer: int) -> Callable[..., Any]:
         """Return a replacement for `forward` of a layer's attention; K and V are written before its call."""
 
 
-class OtherAttention(Protocol):
-    """Attention other than vLLM's, for all layers and any number of runs of consecutive rows."""
+class RowAttention(Protocol):
+    """kvkit's attention for all layers and any number of runs of consecutive rows: `KvkitAttention`."""
 
-    def wins(self, rows: Sequence[RowsOf], most_runs: int) -> bool:
-        """Return whether to use it for these rows; vLLM's takes `most_runs` runs at a time."""
+    def is_faster(self, rows: Sequence[RequestRows], max_runs: int) -> bool:
+        """Return whether to use it for these rows; vLLM's takes `max_runs` runs at a time."""
 
-    def plan(self, rows: Sequence[RowsOf], device: torch.device) -> PlannedRows:
+    def plan_rows(self, rows: Sequence[RequestRows], device: torch.device) -> PreparedRows:
         """Prepare rows for one run of the model."""
 
 
@@ -124,8 +125,8 @@ class RowRunner:
         layers: attention layers of this stage with pages of their own, in order.
         count: number of such layers in the whole model.
         stages: number of pipeline stages.
-        most_rows, most_runs: numbers of rows and runs that vLLM's buffers take at a time.
-        own: attention that is used for rows where it `wins`; None: vLLM's for all rows.
+        max_rows, max_runs: numbers of rows and runs that vLLM's buffers take at a time.
+        kvkit_attention: attention that is used for rows where it `is_faster`; None: vLLM's for all rows.
     """
 
     def __init__(self, runner: Any) -> None:
@@ -139,7 +140,7 @@ class RowRunner:
             n: i for i, groups in enumerate(self._groups) for group in groups for n in group.layer_names
         }
         owners = [n for n in tables if getattr(modules[n], "kv_sharing_target_layer_name", None) is None]
-        counts = _counts(len(owners))
+        counts = _layer_counts(len(owners))
         first, self.count = sum(counts[: compat.find("get_pp_group")().rank_in_group]), sum(counts)
         self.layers = [
             AttentionLayer(first + i, name, modules[name], tables[name], self._block_tokens[tables[name]])
@@ -147,12 +148,12 @@ class RowRunner:
         ]
         self.stages: int = compat.find("get_pp_group")().world_size
         scheduler = self.config.scheduler_config
-        self.most_rows = int(scheduler.max_num_batched_tokens)
-        self.most_runs = int(scheduler.max_num_seqs)
-        self.own: OtherAttention | None = None
+        self.max_rows = int(scheduler.max_num_batched_tokens)
+        self.max_runs = int(scheduler.max_num_seqs)
+        self.kvkit_attention: RowAttention | None = None
         all_groups = [group for groups in self._groups for group in groups]
         if self.device.type == "cpu" and all(group.kernel_block_size is None for group in all_groups):
-            self.most_runs = self.most_rows  # metadata on a CPU has no buffers for a number of runs
+            self.max_runs = self.max_rows  # metadata on a CPU has no buffers for a number of runs
         self._embeds = runner.supports_mm_inputs or self.config.model_config.enable_prompt_embeds
         self._sends: list[tuple[Any, torch.Tensor]] = []
 
@@ -161,49 +162,55 @@ class RowRunner:
         """vLLM's model."""
         return self.runner.get_model()
 
-    def parts(self, rows: Sequence[RowsOf], most: int | None = None) -> Iterator[list[tuple[int, RowsOf]]]:
-        """Cut `rows` into parts that fit vLLM's buffers; a part is a list of (index in `rows`, piece of it).
+    def batches(
+        self, rows: Sequence[RequestRows], limit: int | None = None
+    ) -> Iterator[list[tuple[int, RequestRows]]]:
+        """Cut `rows` into batches that fit vLLM's buffers; each is a list of (index in `rows`, slice of it).
 
-        Run the parts in this order, as later pieces of a request see earlier ones. All pieces of a part have
-        the same adapter: several adapters would alternate more often than vLLM has room for.
+        Run the batches in this order, as later slices of a request attend to earlier ones. All slices of a
+        batch have the same adapter: several adapters would alternate more often than vLLM has room for.
 
         Args:
-            most: maximum rows of a part; None: as many as fit.
+            limit: maximum rows of a batch; None: as many as fit.
         """
-        most = min(most or self.most_rows, self.most_rows)
-        part: list[tuple[int, RowsOf]] = []
-        most_runs = most if self.own and self.own.wins(rows, self.most_runs) else self.most_runs
-        free, runs = most, most_runs
+        limit = min(limit or self.max_rows, self.max_rows)
+        batch: list[tuple[int, RequestRows]] = []
+        max_runs = limit if self._kvkit_attention_for(rows) else self.max_runs
+        free, runs = limit, max_runs
         for index, request in enumerate(rows):
             run_starts, start = request.runs, 0
             while start < len(request.positions):
-                if not (free and runs) or (part and part[0][1].lora != request.lora):
-                    yield part
-                    part, free, runs = [], most, most_runs
+                if not (free and runs) or (batch and batch[0][1].lora != request.lora):
+                    yield batch
+                    batch, free, runs = [], limit, max_runs
                     continue
                 later_starts = run_starts[np.searchsorted(run_starts, start, side="right") :]
                 stop = min(start + free, int(later_starts[min(runs, len(later_starts)) - 1]))
-                part.append((index, request.part(start, stop)))
+                batch.append((index, request.slice(start, stop)))
                 free, start = free - (stop - start), stop
-                runs -= len(part[-1][1].runs) - 1
-        if part:
-            yield part
+                runs -= len(batch[-1][1].runs) - 1
+        if batch:
+            yield batch
 
+    @torch.inference_mode()
     def run(
         self,
-        rows: Sequence[RowsOf],
-        look: QueryTap | None = None,
+        rows: Sequence[RequestRows],
+        on_queries: OnQueries | None = None,
         layers: int | None = None,
         *,
         hidden: bool = True,
+        position: int | None = None,
     ) -> list[torch.Tensor]:
-        """Compute rows that fit one part. Mutates their pages.
+        """Compute the rows of one batch. Mutates their pages.
 
         Args:
             rows: rows of different requests, all with the same adapter.
-            look: called with every layer's queries, once the layer's K, V and attention are computed.
+            on_queries: called with every layer's queries, once the layer's K, V and attention are computed.
             layers: number of the whole model's first layers to compute; None: all.
             hidden: whether to return hidden states.
+            position: position that a single row's K and Q get, with nothing before it; None: rows have their
+                own positions.
 
         Returns:
             Hidden states [M, E] of each of `rows`, before the logits. Empty without `hidden`, with fewer than
@@ -212,38 +219,25 @@ class RowRunner:
         Raises:
             BlendError: a row has no block to be written to.
         """
-        return self._run(rows, look, self.count if layers is None else layers, hidden, None)
-
-    def run_alone(self, rows: RowsOf, position: int) -> None:
-        """Compute one row as if it stood at `position` with nothing before it. Mutates its page."""
-        self._run([rows], None, self.count, False, position)
-
-    @torch.inference_mode()
-    def _run(
-        self, rows: Sequence[RowsOf], look: QueryTap | None, layers: int, hidden: bool, position: int | None
-    ) -> list[torch.Tensor]:
-        local = [layer for layer in self.layers if layer.number < layers]
+        layers = self.count if layers is None else layers
+        local = [layer.number for layer in self.layers if layer.number < layers]
         pipeline, complete = compat.find("get_pp_group")(), layers == self.count
         if not (local or complete):
             return []
-        own = None
-        if self.own and self.own.wins(rows, self.most_runs):
-            own = self.own.plan(rows, self.device)
-        batch = _Sequences.of(rows, by_length=own is None)
-        ids = np.concatenate([request.ids for request in rows])[batch.order].astype(np.int32)
-        positions = batch.positions if position is None else np.array([position])
-        metadata, slots = self._metadata(rows, batch, own)
-        hidden_states: list[torch.Tensor] = []
+        returns_hidden = hidden and complete
+        last = layers - 1 if layers - 1 in local[-1:] and not returns_hidden else None
+        attention = self._kvkit_attention_for(rows)
+        kvkit_rows = None if attention is None else attention.plan_rows(rows, self.device)
+        sequences = _Sequences.of(rows, by_length=kvkit_rows is None)
+        ids = np.concatenate([request.ids for request in rows])[sequences.order].astype(np.int32)
+        positions = sequences.positions if position is None else np.array([position])
+        back = self._tensor(np.argsort(sequences.order))
+        metadata, slots = self._metadata(rows, sequences, kvkit_rows)
         received = None if pipeline.is_first_rank else self._receive(len(ids))
-        last = (
-            local[-1].number
-            if local and not (hidden and complete) and local[-1].number == layers - 1
-            else None
-        )
         with (
-            suppress(_Enough),
+            suppress(_StopModel),
             compat.active_adapter(self.runner, rows[0].lora, len(ids)),
-            self._tapped(look and _reordered(look, self._tensor(np.argsort(batch.order))), last, own),
+            self._patched(on_queries and _in_row_order(on_queries, back), last, kvkit_rows),
             compat.find("set_forward_context")(
                 metadata, self.config, num_tokens=len(ids), slot_mapping=slots
             ),
@@ -251,34 +245,38 @@ class RowRunner:
             output = self.model(**self._inputs(ids, positions, received))
             if not pipeline.is_last_rank:
                 self._send(output)
-            elif hidden and complete:
-                in_order = output[self._tensor(np.argsort(batch.order))]
-                hidden_states = list(in_order.split([len(request.ids) for request in rows]))
-        return hidden_states
+            elif returns_hidden:
+                return list(output[back].split([len(request.ids) for request in rows]))
+        return []
+
+    def _kvkit_attention_for(self, rows: Sequence[RequestRows]) -> RowAttention | None:
+        """Return kvkit's attention if it is faster for these rows; None: the engine's is used."""
+        attention = self.kvkit_attention
+        return attention if attention and attention.is_faster(rows, self.max_runs) else None
 
     def _inputs(self, ids: NDArray[np.int32], positions: NDArray[np.int64], received: Any) -> dict[str, Any]:
         """Return the arguments for a call of the model."""
-        model, at, tokens, embeds = self.model, self._tensor(positions), None, None
+        model, model_positions, tokens, embeds = self.model, self._tensor(positions), None, None
         if received is None:
             tokens = self._tensor(ids)
             if self._embeds:
                 embeds = model.embed_input_ids(tokens)
                 tokens = tokens if getattr(model, "requires_raw_input_tokens", False) else None
         if self.config.model_config.uses_mrope:  # text has the same position on all three axes
-            at = at.expand(3, -1)
+            model_positions = model_positions.expand(3, -1)
         return {
             "input_ids": tokens,
-            "positions": at,
+            "positions": model_positions,
             "intermediate_tensors": received,
             "inputs_embeds": embeds,
         }
 
     def _metadata(
-        self, rows: Sequence[RowsOf], batch: _Sequences, own: PlannedRows | None
+        self, rows: Sequence[RequestRows], sequences: _Sequences, kvkit_rows: PreparedRows | None
     ) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
-        """Return attention metadata (or `own`) and slots by layer, each from the layer's own block table."""
-        starts = torch.from_numpy(batch.starts.astype(np.int32))
-        ends = torch.from_numpy(batch.ends.astype(np.int32))
+        """Return attention metadata (or `kvkit_rows`) and slots by layer, from the layer's block table."""
+        starts = torch.from_numpy(sequences.starts.astype(np.int32))
+        ends = torch.from_numpy(sequences.ends.astype(np.int32))
         prefix_lm = self.config.model_config.is_mm_prefix_lm
         common = {
             "query_start_loc": starts.to(self.device),
@@ -286,50 +284,52 @@ class RowRunner:
             "seq_lens": ends.to(self.device),
             "seq_lens_cpu_upper_bound": ends,
             "num_reqs": len(ends),
-            "num_actual_tokens": len(batch.order),
-            "max_query_len": int(np.diff(batch.starts).max()),
-            "max_seq_len": int(batch.ends.max()),
-            "positions": self._tensor(batch.positions),
+            "num_actual_tokens": len(sequences.order),
+            "max_query_len": int(np.diff(sequences.starts).max()),
+            "max_seq_len": int(sequences.ends.max()),
+            "positions": self._tensor(sequences.positions),
             "is_prefilling": torch.ones(len(ends), dtype=torch.bool),
             "mm_req_doc_ranges": {i: [] for i in range(len(ends))} if prefix_lm else None,
         }
         metadata: dict[str, Any] = {}
         slots: dict[str, torch.Tensor] = {}
         for index, (groups, size) in enumerate(zip(self._groups, self._block_tokens, strict=True)):
-            table = _tables([request.blocks[index] for request in rows], -(-int(batch.ends.max()) // size))
-            blocks = table[batch.owners, batch.positions // size]
+            table = _tables(
+                [request.blocks[index] for request in rows], -(-int(sequences.ends.max()) // size)
+            )
+            blocks = table[sequences.owners, sequences.positions // size]
             if (blocks < 0).any():
                 raise BlendError(f"KV cache group {index}: rows have no block to be written to")
-            row_slots = self._tensor(blocks.astype(np.int64) * size + batch.positions % size)
+            row_slots = self._tensor(blocks.astype(np.int64) * size + sequences.positions % size)
             slots |= dict.fromkeys((name for group in groups for name in group.layer_names), row_slots)
-            if own is not None:
+            if kvkit_rows is not None:
                 continue
             present = np.maximum(table, NULL_BLOCK)  # no row attends to missing blocks
-            sequences = self._tensor(present[batch.owners[batch.starts[:-1]]])
+            block_tables = self._tensor(present[sequences.owners[sequences.starts[:-1]]])
             group_metadata = compat.find("CommonAttentionMetadata")(
-                **common, block_table_tensor=sequences, slot_mapping=row_slots
+                **common, block_table_tensor=block_tables, slot_mapping=row_slots
             )
             for group in groups:
                 metadata |= dict.fromkeys(group.layer_names, group.build_metadata(group_metadata))
-        return metadata if own is None else dict.fromkeys(slots, own), slots
+        return metadata if kvkit_rows is None else dict.fromkeys(slots, kvkit_rows), slots
 
-    def _tapped(
-        self, look: QueryTap | None, last: int | None, own: PlannedRows | None
+    def _patched(
+        self, on_queries: OnQueries | None, last: int | None, kvkit_rows: PreparedRows | None
     ) -> AbstractContextManager[None]:
-        """Call `look` with every layer's queries after its attention; stop the model after layer `last`."""
+        """Replace the layers' `forward` by kvkit's attention; call `on_queries`; stop after layer `last`."""
         return compat.attention_instead(
             (
                 layer.module,
-                _tap(
+                _patched_forward(
                     layer,
-                    own.forward(index) if own else layer.module.impl.forward,
+                    kvkit_rows.forward_of(index) if kvkit_rows else layer.module.impl.forward,
                     index,
-                    look,
+                    on_queries,
                     layer.number == last,
                 ),
             )
             for index, layer in enumerate(self.layers)
-            if look or own or layer.number == last
+            if on_queries or kvkit_rows or layer.number == last
         )
 
     def _receive(self, count: int) -> Any:
@@ -384,7 +384,7 @@ class _Sequences:
     ends: NDArray[np.int64]
 
     @staticmethod
-    def of(rows: Sequence[RowsOf], by_length: bool) -> _Sequences:
+    def of(rows: Sequence[RequestRows], by_length: bool) -> _Sequences:
         """Make the batch in the given order, or with short sequences first, as vLLM's attention expects."""
         sizes = [len(request.positions) for request in rows]
         offsets = np.cumsum([0, *sizes])
@@ -408,33 +408,38 @@ def _tables(blocks: Sequence[Sequence[int]], width: int) -> NDArray[np.int32]:
     return table
 
 
-def _reordered(look: QueryTap, back: torch.Tensor) -> QueryTap:
-    return lambda index, q: look(index, q[back])
+def _in_row_order(on_queries: OnQueries, back: torch.Tensor) -> OnQueries:
+    return lambda index, q: on_queries(index, q[back])
 
 
-def _tap(
-    layer: AttentionLayer, forward: Callable[..., Any], index: int, look: QueryTap | None, last: bool
+def _patched_forward(
+    layer: AttentionLayer,
+    forward: Callable[..., Any],
+    index: int,
+    on_queries: OnQueries | None,
+    is_last: bool,
 ) -> Callable[..., Any]:
+    """Return `forward` of a layer with a call of `on_queries` after it; the last layer stops the model."""
     separate = not layer.module.attn_backend.forward_includes_kv_cache_update
 
-    def tapped(module: Any, query: torch.Tensor, *rest: Any, **more: Any) -> Any:
-        if last and look is None and separate:  # K and V are written; the rest is not needed
-            raise _Enough
+    def patched(module: Any, query: torch.Tensor, *rest: Any, **more: Any) -> Any:
+        if is_last and on_queries is None and separate:  # K and V are written; the rest is not needed
+            raise _StopModel
         result = forward(module, query, *rest, **more)
-        if look is not None:
-            look(index, query)
-        if last:
-            raise _Enough
+        if on_queries is not None:
+            on_queries(index, query)
+        if is_last:
+            raise _StopModel
         return result
 
-    return tapped
+    return patched
 
 
-def _counts(own_count: int) -> list[int]:
+def _layer_counts(local_count: int) -> list[int]:
     """Return the number of layers of each pipeline stage."""
     stages = compat.find("get_pp_group")()
     if stages.world_size == 1:
-        return [own_count]
+        return [local_count]
     counts: list[Any] = [None] * stages.world_size
-    torch.distributed.all_gather_object(counts, own_count, group=stages.cpu_group)
+    torch.distributed.all_gather_object(counts, local_count, group=stages.cpu_group)
     return counts

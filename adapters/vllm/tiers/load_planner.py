@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from itertools import count
 
 from kvkit.adapters.engine.lookup_request import LookupAnswer, LookupRequest
-from kvkit.adapters.vllm.blending.blend import Blend
+from kvkit.adapters.vllm.blending.requests import Blend
 from kvkit.adapters.vllm.handoff.handoff_planner import handed_off_tokens
 from kvkit.adapters.vllm.planner import (
     BlocksOf,

@@ -6,7 +6,7 @@ next layer too, so each layer keeps somewhat fewer rows than the layer before. T
 many: here their number falls on a straight line from a third more than the mean to a third fewer. The squared
 distances of K and V are added.
 
-Sees: deviations of every layer from 1 on, of the remaining rows. Costs layer 0 of every row.
+Input: deviations of every layer from 1 on, of the remaining rows. Costs layer 0 of every row.
 """
 
 from __future__ import annotations

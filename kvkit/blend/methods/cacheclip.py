@@ -6,7 +6,7 @@ are chosen by window, so that neighbours are recomputed together; here windows h
 overlap. The paper's shared prefixes are `precompute(document, prefix)` here. The paper also fine-tunes the
 auxiliary model.
 
-Sees: an auxiliary model's attention. Costs no rows: the auxiliary model reads the whole prompt, elsewhere.
+Input: an auxiliary model's attention. Costs no rows: the auxiliary model reads the whole prompt, elsewhere.
 """
 
 from __future__ import annotations

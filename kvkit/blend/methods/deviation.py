@@ -4,7 +4,7 @@ Yao et al., "CacheBlend: Fast Large Language Model Serving for RAG with Cached K
 https://arxiv.org/abs/2405.16444. LMCache compares keys, the paper's code compares values. The method
 `cacheblend` follows the paper's text.
 
-Sees: deviations of layer 1. Costs layer 0 of every row.
+Input: deviations of layer 1. Costs layer 0 of every row.
 """
 
 from __future__ import annotations

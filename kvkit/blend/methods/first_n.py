@@ -5,7 +5,7 @@ https://arxiv.org/abs/2410.15332: each document was computed as the start of a t
 text draw attention to themselves. The paper takes a fixed number per document, up to 32; here the budget
 decides the number.
 
-Sees: nothing. Costs nothing.
+Input: none. Costs nothing.
 """
 
 from __future__ import annotations

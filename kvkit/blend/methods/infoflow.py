@@ -5,7 +5,7 @@ https://arxiv.org/abs/2603.05353. As in the authors' code, attention is averaged
 over the question's rows, and the mean is over the last two layers. The paper's other half, which reorders the
 documents, does not concern selection.
 
-Sees: the question's attention in the last two layers. Costs computed rows * all layers.
+Input: the question's attention in the last two layers. Costs computed rows * all layers.
 """
 
 from __future__ import annotations

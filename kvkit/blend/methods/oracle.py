@@ -4,7 +4,7 @@ No method can know them in advance. `oracle` is an upper bound for methods that 
 none covers more of its mass. It ignores how wrong a token's KV is. `oracle_change` does not: it multiplies
 each layer's attention by the norm of the change in V.
 
-Sees: full recompute. Costs nothing, and is for `kvkit bench blend` alone.
+Input: a full recompute, which is not counted; for `kvkit bench blend` alone.
 """
 
 from __future__ import annotations

@@ -5,7 +5,7 @@ Retrieval-Augmented Generation" (ICML 2026), https://arxiv.org/abs/2602.02579: t
 as it was found, the attention of all layers is fused to one set of tokens, and these are recomputed in all
 layers. The paper's way of fusing was not available: the mean is used here.
 
-Sees: the question's attention in every layer. Costs computed rows * all layers.
+Input: the question's attention in every layer. Costs computed rows * all layers.
 """
 
 from __future__ import annotations

@@ -3,7 +3,7 @@
 The score is the largest attention of any head, summed over the first layers: only few heads look for the
 question's subject. It is weighted by the norm of the value, and corrected for the token's position.
 
-Sees: the question's attention in `Selection.layers` layers. Costs computed rows * these layers.
+Input: the question's attention in `Selection.layers` layers. Costs computed rows * these layers.
 """
 
 from __future__ import annotations

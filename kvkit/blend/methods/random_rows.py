@@ -1,6 +1,6 @@
 """Random tokens, as a baseline: the same choice for prompts with equally many reused tokens.
 
-Sees: nothing. Costs nothing.
+Input: none. Costs nothing.
 """
 
 from __future__ import annotations

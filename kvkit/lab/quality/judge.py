@@ -24,7 +24,7 @@ from kvkit.adapters.huggingface.fingerprint import model_fingerprint
 from kvkit.adapters.huggingface.growing import GrowingCache
 from kvkit.adapters.huggingface.probe import probe_layout
 from kvkit.blend.plan import BlendError, BlendPlan, Selection, Span, plan_blend
-from kvkit.blend.run import Blended, Positions, Reader, Sees, blend
+from kvkit.blend.run import Blended, LastKeys, Positions, Reader, blend
 from kvkit.kernels.pages import reference
 from kvkit.lab.files import BenchError, load_model, load_tokenizer, model_folder
 from kvkit.lab.quality.statistics import f1
@@ -240,10 +240,10 @@ class Judge(MeasuredModel):
         pages = paged(kv)
         if method.mask == "blocks":
             imitation = _BlockMask(self.decoder, plan)
-            return blend(imitation, pages, sample.prompt, plan, method.selection, sees=imitation.sees)
+            return blend(imitation, pages, sample.prompt, plan, method.selection, last_keys=imitation.sees)
         sees = _bottom_right(plan.tokens) if method.mask else None
         selection, auxiliary = method.selection, self.auxiliary
-        return blend(self.decoder, pages, sample.prompt, plan, selection, sees=sees, auxiliary=auxiliary)
+        return blend(self.decoder, pages, sample.prompt, plan, selection, last_keys=sees, auxiliary=auxiliary)
 
 
 def _now(device: torch.device) -> float:
@@ -271,7 +271,7 @@ def figures_of(
     }
 
 
-def _bottom_right(tokens: int) -> Sees:
+def _bottom_right(tokens: int) -> LastKeys:
     return lambda positions: np.arange(tokens - len(positions), tokens, dtype=np.int32)
 
 

@@ -1,12 +1,12 @@
 """Reads and writes of tokens' K and V in vLLM's pages, for any order of elements within a page.
 
 On a GPU a page is [H, N, 2D], K and V side by side. On a CPU the order depends on the instruction set. kvkit
-finds it by writing numbers with vLLM's own operator and reading where they went.
+finds it by writing numbers with vLLM's own operator and reading their positions.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,7 +14,9 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from kvkit.adapters.vllm import compat
 from kvkit.blend.plan import BlendError
+from kvkit.settings import ConfigError
 
 NULL_BLOCK = 0
 """vLLM's block that belongs to no request; nobody reads its content."""
@@ -33,7 +35,7 @@ class PageOrder:
 
     @staticmethod
     def of(module: Any) -> PageOrder | None:
-        """Find the order in the bound pages of a vLLM layer; None: pages are plain, [B, H, N, 2D].
+        """Find the order in the bound pages of a vLLM layer; None: its pages are plain, [B, H, N, 2D].
 
         Mutates the null block.
 
@@ -64,7 +66,7 @@ class PageOrder:
         """The order as `kvkit.kernels.pages.memory.Pages.of` takes it, int64 [H, N, 2D]."""
         return torch.cat([self.k, self.v], -1)
 
-    def part(self, first: int, heads: int) -> PageOrder:
+    def of_heads(self, first: int, heads: int) -> PageOrder:
         """Return the order of `heads` adjacent heads; offsets count from the first of their elements."""
         k, v = (order[first : first + heads] for order in (self.k, self.v))
         start = torch.minimum(k.min(), v.min())
@@ -73,11 +75,11 @@ class PageOrder:
     def read(self, pages: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Copy K and V [H, B * N, D] from pages [B, ...]."""
         flat = pages.reshape(len(pages), -1)
-        k, v = (_taken(flat, order).transpose(0, 1).flatten(1, 2) for order in (self.k, self.v))
+        k, v = (_elements(flat, order).transpose(0, 1).flatten(1, 2) for order in (self.k, self.v))
         return k, v
 
 
-def _taken(pages: torch.Tensor, order: torch.Tensor) -> torch.Tensor:
+def _elements(pages: torch.Tensor, order: torch.Tensor) -> torch.Tensor:
     """Return the elements [B, H, N, D] of pages [B, elements], as a view if `order` has constant strides."""
     first, axes = int(order[0, 0, 0]), [torch.arange(size) for size in order.shape]
     steps = [int(order.select(axis, min(1, len(ids) - 1))[0, 0]) - first for axis, ids in enumerate(axes)]
@@ -112,3 +114,25 @@ def write_tokens(module: Any, k: torch.Tensor, v: torch.Tensor, slots: torch.Ten
     """Write K and V [H, T, D] to a layer's pages at `slots`, int64 [T], with vLLM's own operator."""
     k, v = (x.transpose(0, 1).contiguous() for x in (k, v))
     module.impl.do_kv_cache_update(module, k, v, module.kv_cache, slots)
+
+
+def find_page_orders(
+    vllm_config: Any, kv_caches: Mapping[str, torch.Tensor], precision: str
+) -> dict[str, PageOrder]:
+    """Return the order of K and V in a CPU's pages by layer, for records in fewer bits. Mutates null blocks.
+
+    Raises:
+        ConfigError: pages of a layer hold something else, or K and V in fewer bits already.
+    """
+    modules = compat.attention_layers(vllm_config)
+    known: dict[Any, PageOrder | None] = {}
+    for name, pages in kv_caches.items():
+        layout = pages.shape[1:], pages.dtype, getattr(modules[name], "head_size", None)
+        setting = f"precision = {precision!r}: layer {name}"
+        if not pages.dtype.is_floating_point or pages.element_size() < 2:
+            raise ConfigError(f"{setting} holds {pages.dtype}; want none")
+        try:
+            known[name] = known[layout] = known.get(layout) or PageOrder.of(modules[name])
+        except BlendError as error:
+            raise ConfigError(f"{setting}: {error}") from error
+    return {name: order for name in kv_caches if (order := known[name])}
