@@ -100,7 +100,7 @@ class RoutedNodes(Simulator):
             candidates.append(Candidate(str(number), len(ends), 0, self._held_tokens(number, prompt)))
         session = request.session
         last = self._sessions.get(session)
-        chosen = choose_decode(candidates, session=session, last=last, limits=self._limits).name
+        chosen = choose_decode(candidates, session=session, last_decode=last, limits=self._limits).name
         self._sessions[session] = chosen
         return nodes[int(chosen)]
 
@@ -109,7 +109,7 @@ class RoutedNodes(Simulator):
             return None
         if self._delay_s is not None:
             ids = [int(name) for name in prompt]
-            held = self._indexes[number].tokens(ids, None, "", engine_cache=False)
+            held = self._indexes[number].held_tokens(ids, None, "", engine_cache=False)
         else:
             tiers, held = self._entry[number].tiers.values(), 0
             while held < len(prompt) and any(prompt[held] in tier.entries for tier in tiers):

@@ -164,7 +164,7 @@ def router(records: int, stack: ExitStack) -> Index:
         of(number).apply(told)
 
     def count(number: int) -> int:
-        return of(number).tokens(tokens(number), None, "", engine_cache=True) // BLOCK
+        return of(number).held_tokens(tokens(number), None, "", engine_cache=True) // BLOCK
 
     return Index(count)
 

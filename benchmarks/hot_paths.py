@@ -80,11 +80,11 @@ def _route() -> Call:
         index.apply(StoredBlocks(list(range(held)), None, ids, BLOCK_TOKENS, "CPU", ownership="memory"))
 
     def route() -> None:
-        held = [index.tokens(tokens, None, "", engine_cache=False) for index in indexes]
+        held = [index.held_tokens(tokens, None, "", engine_cache=False) for index in indexes]
         candidates = [Candidate(str(number), held_tokens=count) for number, count in enumerate(held)]
-        assert choose_decode(candidates, session="a", last=None, limits=RoutingLimits()).held_tokens == len(
-            tokens
-        )
+        assert choose_decode(
+            candidates, session="a", last_decode=None, limits=RoutingLimits()
+        ).held_tokens == len(tokens)
 
     return route
 

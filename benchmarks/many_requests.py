@@ -27,7 +27,7 @@ from vllm.v1.request import Request
 
 from kvkit.adapters.engine.lookup_request import LookupAnswer, LookupRequest, Sequence
 from kvkit.adapters.vllm.events import Events
-from kvkit.adapters.vllm.media import Media, identity
+from kvkit.adapters.vllm.media import Media, ids_in_keys
 from kvkit.adapters.vllm.planner import SchedulerConfig
 from kvkit.adapters.vllm.scheduler import Scheduler
 from kvkit.adapters.vllm.step import NamedChunks, StepMetadata, WorkerReport
@@ -54,9 +54,9 @@ class _Engine:
         return time.monotonic()
 
     def sequence(self, request: Request, tokens: int) -> Sequence:
-        media = self._media.of(request)
+        media = self._media.of_request(request)
         assert media is not None
-        ids, rest = identity(request.all_token_ids[:tokens], media, chunk_tokens=CHUNK)
+        ids, rest = ids_in_keys(request.all_token_ids[:tokens], media, chunk_tokens=CHUNK)
         return Sequence(ids, None, "", rest)
 
     def cached_tokens(self, request: Request) -> int:

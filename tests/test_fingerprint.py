@@ -32,7 +32,7 @@ def test_any_value_of_the_weights_and_of_the_buffers_counts(kind: str) -> None:
 def test_a_tensor_in_pieces_counts_to_its_end(monkeypatch: pytest.MonkeyPatch) -> None:
     model = random_model("gqa")
     whole = model_fingerprint(model)
-    monkeypatch.setattr("kvkit.adapters.huggingface.fingerprint._PIECE", 7)
+    monkeypatch.setattr("kvkit.adapters.huggingface.fingerprint._PIECE_ELEMENTS", 7)
     assert model_fingerprint(model) == whole
 
 

@@ -121,7 +121,7 @@ def test_a_folder_that_holds_something_else_is_named_not_replaced(
     folder.mkdir()
     assert fetch(folder) == folder, "an empty folder is taken"
     (folder / "config.json").unlink()
-    with pytest.raises(ModelError, match=r"small: .*remove what is there"):
+    with pytest.raises(ModelError, match=r"small: .*remove what is in it"):
         fetch(folder)
     assert (folder / "model.safetensors").read_text() == "weights"
     assert [path.name for path in tmp_path.iterdir()] == ["small"]

@@ -187,10 +187,10 @@ class CacheLife:
     def room(self, tier: Any) -> float:
         """Bytes that a store may hold: what its tier counts, and what is about to be deleted there."""
         index, objects = tier._index, self.stores[tier.name].objects
-        if index.state.capacity_bytes is None:
+        if index.capacity_bytes is None:
             return math.inf
-        leaving = sum(len(objects.get(name, b"")) for name in index._leaving)
-        return float(max(index.state.capacity_bytes, index.state.used_bytes) + leaving)
+        leaving = sum(len(objects.get(name, b"")) for name in index._deleting)
+        return float(max(index.capacity_bytes, index.used_bytes) + leaving)
 
     def expect(self, name: str, data: Any) -> None:
         """What is put is what belongs to the key, whatever became of pages and slots meanwhile."""
@@ -287,7 +287,7 @@ class CacheLife:
             self.check(there <= told, "{} holds {}, which nobody was told", name, sorted(there - told))
             index: Any = tier
             if name in self.stores:
-                lost = there - set(index._index.known())
+                lost = there - set(index._index.names())
                 self.check(not lost, "{} holds {}, and counts it no more", name, sorted(lost))
             else:
                 self.check(told <= there, "{} is said to hold {}", name, sorted(told - there))
