@@ -215,7 +215,7 @@ def test_pages_of_an_engine_are_blended_in_place() -> None:
 def test_a_plan_of_another_length_is_an_error() -> None:
     model = random_model("gqa")
     kv, _ = computed(model, prompt())
-    with pytest.raises(BlendError, match="tokens: 96, the plan is of 95"):
+    with pytest.raises(BlendError, match="tokens: 96, want 95, as in the plan"):
         blend(HuggingFaceDecoder(model), paged(kv), prompt(), plan_blend(95))
 
 

@@ -194,7 +194,7 @@ def test_an_arena_is_not_taken_from_who_proved_nothing(tmp_path: Path, arena: St
     peer = Passing(tmp_path)
     peer.channel.trusted = False
     peer.offer([arena.descriptor], SLOT_BYTES, 4)
-    with pytest.raises(FrameError, match="a payload before it proved itself"):
+    with pytest.raises(FrameError, match="a payload before it was authenticated"):
         peer.channel.receive(nowhere, DEADLINE_S)
     peer.close()
     assert open_descriptors() == before

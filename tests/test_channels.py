@@ -177,7 +177,7 @@ def test_a_body_may_not_be_one_byte_too_large(raw: Raw) -> None:
     ("first", "says"),
     [
         (HEADER.pack(MAX_FIRST_BODY_BYTES + 1, 0), "a body of 1025 bytes, want at most 1024"),
-        (HEADER.pack(1, 1) + b"!!", "a payload before it proved itself"),
+        (HEADER.pack(1, 1) + b"!!", "a payload before it was authenticated"),
     ],
 )
 def test_who_proved_nothing_is_heard_in_small_frames(raw: Raw, first: bytes, says: str) -> None:

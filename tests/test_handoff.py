@@ -318,7 +318,7 @@ def test_what_never_fits_is_refused(node: Node, sender: Sender) -> None:
 
 def test_bad_requests_are_errors_at_once(node: Node, sender: Sender) -> None:
     sender.open("t", node.tcp, record_names(8), LONG_S)
-    with pytest.raises(HandoffError, match="there is one of that name"):
+    with pytest.raises(HandoffError, match="this id is in use"):
         sender.open("t", node.tcp, record_names(1), LONG_S)
     with pytest.raises(HandoffError, match="0 records; want 1 to"):
         sender.open("u", node.tcp, [], LONG_S)

@@ -125,7 +125,7 @@ def test_slots_are_nobody_elses_while_they_are_packed(node: Node, sender: Sender
         sending.done.result(LONG_S)
     with pytest.raises(HandoffError), loan.writing():
         pass
-    with pytest.raises(HandoffError, match="there is one of that name"):
+    with pytest.raises(HandoffError, match="this id is in use"):
         sender.open("t", node.unix, NAMES, LONG_S)
     following = sender.open("following", node.unix, record_names(8, "a" * 16), LONG_S)
     with pytest.raises(TimeoutError):

@@ -34,7 +34,7 @@ from kvkit.handoff.peer import PeerTier
 from kvkit.handoff.protocol.messages import MAX_BODY_BYTES, Proof, Query, encode
 from kvkit.handoff.sender import HandoffError
 from kvkit.handoff.transport import acceptor
-from kvkit.handoff.transport.acceptor import MAX_STRANGERS
+from kvkit.handoff.transport.acceptor import MAX_UNAUTHENTICATED
 from kvkit.handoff.transport.channel import HEADER
 from kvkit.handoff.transport.link import MAX_QUEUED_BYTES
 from kvkit.staging import Staging, release_all
@@ -43,7 +43,7 @@ from kvkit.tiers.testing.contract import SLOT_BYTES, record_names
 MIB = 1 << 20
 STRANGERS = 300
 STRANGER_BYTES = 256 << 10
-"""Of memory for each of `MAX_STRANGERS`: docs/handoff.md promises no more."""
+"""Of memory for each of `MAX_UNAUTHENTICATED`: docs/handoff.md promises no more."""
 MAX_QUERIES = 500_000
 
 
@@ -134,9 +134,9 @@ def test_many_strangers_cost_little_and_keep_nobody_out(tmp_path: Path, says: st
         hand_over(address, "rightful", tls)
         rise = cost.rise()
         assert process.call("holds", record_names(6, "a" * 16))
-    assert rise["descriptors"] <= MAX_STRANGERS + 4, rise
-    assert rise["threads"] <= MAX_STRANGERS + 4, rise
-    assert rise["bytes"] <= MAX_STRANGERS * STRANGER_BYTES, rise
+    assert rise["descriptors"] <= MAX_UNAUTHENTICATED + 4, rise
+    assert rise["threads"] <= MAX_UNAUTHENTICATED + 4, rise
+    assert rise["bytes"] <= MAX_UNAUTHENTICATED * STRANGER_BYTES, rise
 
 
 def first_flight(tls: ssl.SSLContext) -> bytes:

@@ -297,7 +297,7 @@ def test_from_tensors_takes_k_and_v_apart() -> None:
     layout = KVLayout.from_tensors([(k, v), (k, v)])
     assert layout == KVLayout((LayerGroup((0, 1), 2, 8, 4, "float32", 16),))
     for wrong in (v[:3], v[:, :1], v[:, :, :8], v.half()):
-        with pytest.raises(LayoutError, match=r"pages\[1\]: K .* and V .* do not go together"):
+        with pytest.raises(LayoutError, match=r"pages\[1\]: K .* and V .* do not match"):
             KVLayout.from_tensors([(k, v), (k, wrong)])
     for wrong in (v[..., 0], torch.zeros(4, 2, 4, 16).transpose(2, 3)):
         with pytest.raises(LayoutError, match=r"pages\[0\]: (shape|stride)"):
@@ -423,7 +423,7 @@ def test_groups_of_heads_share_a_fingerprint_whoever_has_them() -> None:
     "fields", [{"first_head": 1}, {"first_head": 8}, {"model_heads": 7}, {"first_head": -2}]
 )
 def test_a_group_of_heads_is_one_of_several_alike(fields: dict[str, int]) -> None:
-    with pytest.raises(LayoutError, match="want multiples of kv_heads=2, the first below the other"):
+    with pytest.raises(LayoutError, match="want multiples of kv_heads=2, and first_head < model_heads"):
         LayerGroup((0,), 2, 8, 8, "bfloat16", **{"model_heads": 8} | fields)
 
 

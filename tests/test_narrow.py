@@ -139,7 +139,7 @@ def test_a_forged_shape_is_damage() -> None:
     [
         ({"dtype": "int8"}, "hold int8; want float32, float16, bfloat16"),
         ({"precision": "fp8"}, "hold fp8; want float32, float16, bfloat16"),
-        ({"k_size": 2, "v_size": 2}, ": codes and scales of 4 bfloat16 take no less"),
+        ({"k_size": 2, "v_size": 2}, ": quantised, 4 bfloat16 channels take no less"),
         ({"page_bytes": 192}, "hold pages of 192 bytes; want a multiple of 128"),
     ],
 )

@@ -371,7 +371,7 @@ def advance(world: World, words: dict[str, str]) -> Iterator[World]:
         found = buffer.transfers.get(transfer)
         if not rest or transfer in world.ended:
             continue
-        parts = [] if found is None else states.parts_of(buffer, found.request.id)
+        parts = [] if found is None else states.transfers_of(buffer, found.request.id)
         if rest[0] == "reserve" and any(t[0] == transfer[0] for t in world.ended):
             yield replace(world, ended=world.ended | {transfer})  # as a receiver refuses it
         elif rest[0] == "reserve":

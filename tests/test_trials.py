@@ -150,7 +150,7 @@ def test_an_explanation() -> None:
     )
     assert ", and is the default" in trials.explain(lines((Trial(DEFAULT, 2.0, "best"),)))
     nothing = trials.explain(lines((Trial(DEFAULT, None, "does not run: x"),)))
-    assert nothing == "scale float32 4096: no configuration is right: 1 does not run."
+    assert nothing == "scale float32 4096: no configuration is correct: 1 does not run."
     failed = lines((Trial(DEFAULT, None, "does not run: x"), Trial(SMALL, 2.0, "best")))
     assert "; the default does not count: does not run: x." in trials.explain(failed)
 

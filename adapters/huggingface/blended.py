@@ -23,7 +23,7 @@ from kvkit.adapters.huggingface.probe import probe_layout
 from kvkit.adapters.huggingface.steps import decode, forward
 from kvkit.blend import gate
 from kvkit.blend.methods.method import NeedsRecompute
-from kvkit.blend.methods.registry import named
+from kvkit.blend.methods.registry import method_named
 from kvkit.blend.plan import BlendError, BlendPlan, Selection, Span, plan_blend, split
 from kvkit.blend.run import Attention, PagedKV, Reader, blend, recompute
 from kvkit.cache import Cache, SequencePages, Stored
@@ -193,7 +193,7 @@ class BlendedModel(CacheOwner):
         if cached.cache is None:
             raise BlendError("cached: has no cache to take documents from")
         self.selection, self.auxiliary = selection or Selection(), auxiliary
-        if isinstance(needs := named(self.selection.method).needs, NeedsRecompute):
+        if isinstance(needs := method_named(self.selection.method).needs, NeedsRecompute):
             raise BlendError(
                 f"method={self.selection.method!r}: needs {needs}: for `kvkit bench blend` alone"
             )

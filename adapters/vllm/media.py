@@ -64,7 +64,7 @@ class Media:
 
     vLLM keeps images, their encodings and blocks under an identifier: a digest, or a `uuid` that a client
     gave instead; the two look alike. If an identifier comes with different contents, vLLM may have used one
-    medium for the other, so the KV belongs to neither for sure.
+    medium for the other, so it is uncertain to which of them the KV belongs.
     """
 
     def __init__(self) -> None:
@@ -98,7 +98,10 @@ class Media:
         if len(self._digests) > MAX_REMEMBERED:
             self._digests.popitem(last=False)
         if named != digest and named is not None:
-            log.warning("%s: it stood for other contents before: not cached any more", feature.identifier)
+            log.warning(
+                "%s: it had other contents before, so requests with it are not cached",
+                feature.identifier,
+            )
             self._digests[feature.identifier] = None
         return digest if named == digest else None
 

@@ -23,7 +23,7 @@ class RowTiles(NamedTuple):
 
 
 def cut(requests: Requests, rows: int, tokens: int) -> RowTiles:
-    """Cut rows into tiles of at most `rows`; there are as many tiles as any row starts can need.
+    """Cut rows into tiles of at most `rows`; the number of tiles is enough for any row starts.
 
     Args:
         tokens: tokens of a block.

@@ -13,14 +13,14 @@ from numpy.typing import NDArray
 
 LARGEST_INT32 = 2**31 - 1
 MASK_BYTES = 256 << 20
-"""Maximum bytes of masks kept for all layers of a batch; each layer makes the masks beyond it itself."""
+"""Maximum bytes of masks that the layers of a batch share; each layer makes any further masks itself."""
 
 
 T = TypeVar("T")
 
 
 class RowsError(ValueError):
-    """Rows that do not fit their requests, or keys their blocks. Names the argument and its value."""
+    """Rows do not fit their requests, or keys their blocks. The message names the argument and its value."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -70,7 +70,7 @@ class Rows:
     device_positions: torch.Tensor
     device_tables: torch.Tensor
     _masks: dict[tuple[int, int, int, int, int | None], torch.Tensor] = field(default_factory=dict)
-    _known: dict[Hashable, Any] = field(default_factory=dict)
+    _cached: dict[Hashable, Any] = field(default_factory=dict)
 
     @property
     def count(self) -> int:
@@ -127,8 +127,9 @@ class Rows:
         if tables[used].min(initial=0) < 0:
             raise RowsError(f"tables: block {tables[used].min()} within a request's length, want at least 0")
         within = (positions >= 0) & (positions < lengths[request])
-        slots, at = np.full(len(positions), -1, np.int64), positions[within]
-        slots[within] = tables[request[within], at // block_tokens] * block_tokens + at % block_tokens
+        slots = np.full(len(positions), -1, np.int64)
+        block, offset = np.divmod(positions[within], block_tokens)
+        slots[within] = tables[request[within], block] * block_tokens + offset
         return Rows(
             positions=positions,
             row_starts=row_starts,
@@ -141,7 +142,7 @@ class Rows:
         )
 
     def tiles(self, rows_per_tile: int, split_keys: int | None = None, window: int | None = None) -> Tiles:
-        """Plan the work items of an attention over these rows; planned once, then remembered.
+        """Plan the work items of an attention over these rows; layers share the plan.
 
         Args:
             rows_per_tile: maximum rows of one request in a tile.
@@ -152,11 +153,11 @@ class Rows:
         return self.once(key, lambda: self._plan(rows_per_tile, split_keys, window))
 
     def once(self, key: Hashable, make: Callable[[], T]) -> T:
-        """Return the result of `make`, made for the first layer and remembered for others of equal `key`."""
+        """Return the result of `make`, which is called once per `key` and shared by all layers."""
         try:
-            value: T = self._known[key]
+            value: T = self._cached[key]
         except KeyError:
-            value = self._known[key] = make()
+            value = self._cached[key] = make()
         return value
 
     def mask(self, first: int, after: int, begin: int, end: int, window: int | None) -> torch.Tensor:
@@ -243,7 +244,7 @@ def _requests(
 
 
 def _each(counts: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    """Return i and the number within i of each of the `counts[i]` items, for all i."""
+    """Number `counts[i]` items of each owner i: return each item's owner, and its number within the owner."""
     owner = np.repeat(np.arange(len(counts)), counts)
     return owner, np.arange(len(owner)) - np.repeat(np.cumsum(counts) - counts, counts)
 

@@ -23,7 +23,7 @@ class Pages:
     blocks: int  # B, blocks of the pool
     tokens: int  # N, slots of a block of the tensors; opaque: 1, a slot is a whole page
     heads: int  # heads of the pages: H, or a share of them; opaque: 1
-    parts: tuple[Part, ...]  # bytes of every layer, K and V apart if the engine keeps them so; own the memory
+    parts: tuple[Part, ...]  # bytes of every layer, K and V apart as in the engine; they own the memory
     span: int  # consecutive slots at the token stride: N, or all if blocks are contiguous
     table: NDArray[np.int64]  # [parts, 7]: layer * shares + index of the layer's share, first byte in a
     # record's row, bytes of a row, address, and strides of B, H, N in bytes
@@ -50,20 +50,20 @@ class Pages:
         """True if the pages have all heads of the records."""
         return self.shares == 1 and self.group.page_bytes in (None, int(self.table[0, 2]))
 
-    def layer(self, place: int) -> Pages:
-        """Return the pages of the layer with index `place` in the group, as a group of its own: a view."""
-        rows = self.table[self.table[:, 0] // self.shares == place].copy()
+    def layer(self, index: int) -> Pages:
+        """Return the pages of the layer with this index in the group, as a group of its own: a view."""
+        rows = self.table[self.table[:, 0] // self.shares == index].copy()
         rows[:, 0] %= self.shares
-        layer_parts = (part for part in self.parts if part.layer // self.shares == place)
+        layer_parts = (part for part in self.parts if part.layer // self.shares == index)
         return replace(
             self,
-            group=replace(self.group, layers=self.group.layers[place : place + 1]),
+            group=replace(self.group, layers=self.group.layers[index : index + 1]),
             parts=tuple(replace(part, layer=part.layer % self.shares) for part in layer_parts),
             table=rows,
         )
 
     def halves(self) -> NDArray[np.int64]:
-        """Return `table` with K and V apart, int64 [P, 7], whether or not the engine keeps them so."""
+        """Return `table` with K and V apart, int64 [P, 7], even if the engine keeps them side by side."""
         k_bytes = self.group.k_size * self.group.item_bytes
         joined = (self.table[:, 1] == 0) & (self.table[:, 2] > k_bytes)
         if self.group.opaque or not joined.any():
@@ -80,7 +80,7 @@ class Pages:
         order: torch.Tensor | None = None,
         heads: range | None = None,
     ) -> Pages:
-        """Make pages of `group` in an engine's own memory; neither copies nor writes it.
+        """Describe an engine's own memory as pages of `group`, without copying or writing it.
 
         Args:
             tensors: per layer of the group, in its order: [B, H, N, C] with K and V side by side in C, or
@@ -97,21 +97,22 @@ class Pages:
             LaunchError: the tensors do not fit the group or each other, or one overlaps itself.
         """
         shares, share = checks.check_share(group, heads)
-        held = replace(
+        share_group = replace(
             group,
             kv_heads=group.kv_heads // shares,
             page_bytes=group.page_bytes and group.page_bytes // shares,
         )
-        form = held
+        tensor_group = share_group
         if order is not None:
-            checks.check_order(order, held, tensors)
+            checks.check_order(order, share_group, tensors)
             size = tensors[0][0].numel() * group.item_bytes
-            form = replace(held, page_bytes=size, precision=None)
+            tensor_group = replace(share_group, page_bytes=size, precision=None)
         # a record of H heads is treated as more layers with a share of heads each; opaque: parts of a row
-        factor, index, first = (1, 0, share * held.page_bytes) if held.page_bytes else (shares, share, 0)
+        page_bytes = share_group.page_bytes
+        factor, index, first = (1, 0, share * page_bytes) if page_bytes else (shares, share, 0)
         parts = [
-            Part(factor * layer + index, first + first_byte, _as_bytes(tensor, form.page_bytes))
-            for layer, first_byte, tensor in checks.check_pages("tensors", form, tensors)
+            Part(factor * layer + index, first + first_byte, _as_bytes(tensor, tensor_group.page_bytes))
+            for layer, first_byte, tensor in checks.check_pages("tensors", tensor_group, tensors)
         ]
         pages = Pages._made(group, parts, order)
         if len(set(pages.table[:, 3])) < len(parts):

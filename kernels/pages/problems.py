@@ -1,4 +1,4 @@
-"""Problems that pack and unpack are compiled, tuned and checked with, one for each kind of compiled kernel.
+"""Problems for compiling, tuning and checking pack and unpack, one for each kind of compiled kernel.
 
 Transfers between a GPU's pages and pinned host memory are tuned too, by size and number of records.
 """

@@ -82,7 +82,7 @@ class TuneChoice:
             sys.exit(f"--shape {self.shape}: {error}")
 
     def chosen(self, factory: ProblemFactory, host: bool) -> list[Problem]:
-        """Return the problems of a GPU or the host, matrix products first: they have most to gain."""
+        """Return the problems of a GPU or the host; matrix products come first, as they can gain the most."""
         from kvkit.kernels.tuning.cases import Problem
 
         all_problems = list(factory())
@@ -102,7 +102,7 @@ class TuneChoice:
         return sorted(chosen, key=lambda problem: not problem.work(problem.space[0]).flops)
 
     def _other_device(self, op: str, host: bool) -> str:
-        """Return a hint if the other of GPU and host has such an operation, else ""."""
+        """Return a hint if the other device, GPU or host, has such an operation, else ""."""
         if self.problems is not None:
             return ""
         try:

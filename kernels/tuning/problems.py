@@ -1,4 +1,4 @@
-"""Problems that kernels are compiled, tuned and checked with: those of each operation, or of models."""
+"""Problems for compiling, tuning and checking kernels: those of each operation, or of models."""
 
 from __future__ import annotations
 

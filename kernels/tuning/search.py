@@ -25,16 +25,16 @@ FINALIST_FACTOR = 1.25
 GAIN = 0.01
 """A configuration replaces the default if it takes less time by more than this share."""
 OPTIMISM = 1.25
-"""Factor by which a kernel may exceed the measured roofline: a copy is no bound for reads alone."""
+"""Factor by which a kernel may exceed the measured roofline: kernels that mostly read beat a copy."""
 
 Measure = Callable[[KernelConfig], float]
 """Returns the seconds of one run of a configuration, with cold caches. Raises CompileError if it fails."""
 Late = Callable[[], bool]
-"""Returns whether the time is over."""
+"""Returns True once the time limit has passed."""
 
 
 class TuningError(RuntimeError):
-    """A machine on which nothing can be tuned. Names the cause or a remedy."""
+    """Nothing can be tuned on this machine. The message names the cause or a remedy."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,7 +49,7 @@ class Roofline:
         return max(work.moved_bytes / self.bytes_per_s, work.flops / self.flops_per_s)
 
     def bound(self, work: Work) -> float:
-        """Return the seconds that no kernel beats."""
+        """Return a lower bound of the seconds that a kernel takes for `work`."""
         return self.seconds(work) / OPTIMISM
 
     def refuted_by(self, work: Work, seconds: float) -> bool:
@@ -190,7 +190,7 @@ def tune(
 
 
 def _step(problem: Problem, tools: Tools, now: float, ends: float, on_trial: OnTrial) -> SearchStep:
-    """Compile and search a problem between two times of the clock."""
+    """Compile and search a problem from `now` to `ends`, in seconds of the clock."""
 
     def after(time: float) -> Late:
         return lambda: tools.clock() >= time
@@ -206,7 +206,7 @@ def _step(problem: Problem, tools: Tools, now: float, ends: float, on_trial: OnT
 
 
 def nearest_first(space: Sequence[KernelConfig]) -> tuple[KernelConfig, ...]:
-    """Sort configurations by doublings from the first: the nearest get the time if there is little."""
+    """Sort configurations by doublings from the first, so that the nearest are tried if time is short."""
 
     def doublings(config: KernelConfig) -> float:
         pairs = zip(_sizes(config), _sizes(space[0]), strict=False)  # a configuration may have no tiles
@@ -237,8 +237,8 @@ def search(
        A configuration that beats its own bound refutes the roofline: then those left out are run too.
     3. The FINALISTS fastest within NEAR of the fastest, and the default, get FINAL_SAMPLES more,
        alternating, so that a noisy moment affects all of them. The median of these counts.
-    4. The fastest correct configuration is taken. The default counts as faster by GAIN, and as faster than
-       any that never beat the default's best run.
+    4. The finalists are ranked by median, and the first correct one is taken. The default ranks as if faster
+       by GAIN, and before any that never beat its best run.
 
     When `late`, no configuration but the default is begun, and the final runs end after FIRST_SAMPLES each.
 

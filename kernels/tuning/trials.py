@@ -30,7 +30,7 @@ def line(problem: Problem, trial: Trial, device: str, roofline: Roofline) -> Lin
     Args:
         problem: problem as in `search.SearchStep`.
         device: name of the device.
-        roof: roofline of the device: `Tools.roofline`.
+        roofline: roofline of the device: `Tools.roofline`.
     """
     work = problem.work(trial.config)
     return {
@@ -115,7 +115,7 @@ def _explained(name: str, trials: Sequence[Line]) -> str:
     rest = "; ".join(f"{count} {outcome}" for outcome, count in outcomes.most_common())
     if best is None:
         stopped = any(line["outcome"] == UNCHECKED for line in trials)
-        return f"{name}: {'the search was ended' if stopped else 'no configuration is right'}: {rest}."
+        return f"{name}: {'the search was ended' if stopped else 'no configuration is correct'}: {rest}."
     default = next(line for line in trials if line["default"])
     gain = ", and is the default"
     if default["us"] is None:

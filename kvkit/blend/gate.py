@@ -1,4 +1,4 @@
-"""The permission to blend with a model: its limits, and kept measurements of the model's weights."""
+"""Permission to blend with a model: the limits, and the stored measurements of the model's weights."""
 
 from __future__ import annotations
 
@@ -77,5 +77,5 @@ def check(name: str, selection: Selection, unless: str) -> None:
         raise BlendError(f"blending was measured with {measured_with}, not {selection}: {advice}")
     if passed is not True:
         raise BlendError(
-            f"blending changes the output of these weights too much ({path}): want others, or set {unless}"
+            f"blending changes the output of these weights too much ({path}): use others, or set {unless}"
         )

@@ -22,7 +22,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvkit.blend.methods.method import NeedsDeviation, NeedsQuestion, View, offsets
-from kvkit.blend.methods.registry import named
+from kvkit.blend.methods.registry import method_named
 from kvkit.format.keys import Tokens, as_tokens
 
 QUESTION_TOKENS = 64
@@ -68,7 +68,7 @@ class BlendPlan:
     spans: tuple[Span, ...]  # with KV, ascending; the true prefix is not among them
     exact: NDArray[np.bool_]  # [N], True: the token's KV is equal to a full prefill's
     computed: NDArray[np.int32]  # positions without KV, ascending; the last token is always one
-    question: NDArray[np.int32]  # positions of the question, a part of `computed`
+    query: NDArray[np.int32]  # positions of the question after the documents; the last of `computed`
 
     @property
     def tokens(self) -> int:
@@ -129,7 +129,7 @@ class Selection:
 
     def __post_init__(self) -> None:
         try:
-            named(self.method)
+            method_named(self.method)
         except ValueError as error:
             raise BlendError(str(error)) from error
         for share in ("ratio", "drift", "coverage"):
@@ -142,22 +142,22 @@ class Selection:
 
 
 def plan_blend(
-    tokens: int, prefix: int = 0, spans: Sequence[Span] = (), question: int = QUESTION_TOKENS
+    tokens: int, prefix: int = 0, spans: Sequence[Span] = (), query_tokens: int = QUESTION_TOKENS
 ) -> BlendPlan:
     """Plan the blending of a prompt of `tokens` tokens.
 
     Args:
         prefix: number of leading tokens with exact KV. Spans over them are ignored.
         spans: other KV that was found, ascending and without overlap.
-        question: maximum length of the question, in tokens after the last span.
+        query_tokens: maximum length of the question, in tokens after the last span.
 
     Raises:
         BlendError: the prompt is empty, or spans lie outside it, overlap or are out of order.
     """
     if tokens < 1:
         raise BlendError(f"tokens={tokens}: want at least 1")
-    if not 0 <= prefix <= tokens or question < 1:
-        raise BlendError(f"prefix={prefix}, question={question}: want 0 to {tokens}, and at least 1")
+    if not 0 <= prefix <= tokens or query_tokens < 1:
+        raise BlendError(f"prefix={prefix}, query_tokens={query_tokens}: want 0 to {tokens}, and at least 1")
     exact, found = np.zeros(tokens, bool), np.zeros(tokens, bool)
     exact[:prefix] = found[:prefix] = True
     kept, end = [], 0
@@ -173,7 +173,7 @@ def plan_blend(
     found[-1] = exact[-1] = False  # its logits are needed
     computed = np.flatnonzero(~found).astype(np.int32)
     after = kept[-1].stop if kept else min(prefix, tokens - 1)
-    return BlendPlan(tuple(kept), exact, computed, computed[computed >= after][-question:])
+    return BlendPlan(tuple(kept), exact, computed, computed[computed >= after][-query_tokens:])
 
 
 def select_tokens(
@@ -228,7 +228,7 @@ def count_of(selection: Selection, plan: BlendPlan, layers: int) -> tuple[int, i
     (`NeedsAuxiliary`, `NeedsRecompute`) is not counted.
     """
     rows = round(selection.ratio * int(plan.reused.sum()))
-    needs = named(selection.method).needs
+    needs = method_named(selection.method).needs
     if needs is None or not 0 < rows < int(plan.reused.sum()):
         return rows, 0
     budget = rows * layers
@@ -256,7 +256,7 @@ def question_needs(selection: Selection) -> NeedsQuestion:
     Raises:
         BlendError: the method does not use the question's attention.
     """
-    needs = named(selection.method).needs
+    needs = method_named(selection.method).needs
     if not isinstance(needs, NeedsQuestion):
         raise BlendError(f"method={selection.method!r}: does not use the question's attention")
     return needs if needs.value_norm is not None else replace(needs, value_norm=selection.value_norm)
@@ -269,7 +269,7 @@ def counts_by_layer(selection: Selection, plan: BlendPlan, layers: int) -> list[
     a third more than the mean to a third fewer, never more than in the layer before.
     """
     count, _ = count_of(selection, plan, layers)
-    needs = named(selection.method).needs
+    needs = method_named(selection.method).needs
     if not (isinstance(needs, NeedsDeviation) and needs.gradual):
         return [count]
     spread = min(1 / 3, int(plan.reused.sum()) / max(1, count) - 1)
@@ -297,7 +297,7 @@ def choose(
         BlendError: the method's scores are not [N].
     """
     free, count = among or (plan.reused, count_of(selection, plan, layers)[0])
-    method, scores = named(selection.method), None
+    method, scores = method_named(selection.method), None
     if seen is not None or method.needs is None:
         no_input = np.zeros((0, plan.tokens), np.float32)
         view = View(plan.starts, free, no_input if seen is None else seen, selection.fade)

@@ -8,14 +8,14 @@ The rows are selected first, from the input that the selection's method needs (`
 all of them start at layer 0, except with deviations:
 
     the question's attention   the computed rows alone run through the first layers against the KV as found.
-                               They run again with the selected rows, so that the final rows have seen the
+                               They run again with the selected rows, so that the final rows attend to the
                                updated keys. Choosing costs computed rows * layers run.
     deviations                 every row that is not exact runs through layer 0; its K and V of layer 1 are
                                computed and compared with those in the pages. The selected rows continue from
                                layer 1. If the choice is gradual, each later layer does the same with the
                                remaining rows. Choosing costs layer 0 of the other rows.
-    an auxiliary model         it provides the input. The same holds for a full recompute, in other pages. The
-                               cost of neither is counted.
+    an auxiliary model         the model provides the input; so does a full recompute, in other pages. Their
+                               costs are not counted.
     nothing                    choosing costs nothing.
 
 A selection's ratio is a budget that includes the cost of choosing. With every reused token selected, the
@@ -35,7 +35,7 @@ from numpy.typing import NDArray
 
 from kvkit.blend.drift import Drift
 from kvkit.blend.methods.method import NeedsAuxiliary, NeedsDeviation, NeedsQuestion
-from kvkit.blend.methods.registry import named
+from kvkit.blend.methods.registry import method_named
 from kvkit.blend.plan import (
     BlendError,
     BlendPlan,
@@ -135,16 +135,16 @@ def blend(
 ) -> Blended:
     """Complete a prompt's KV: compute the missing tokens, recompute those that `selection` chooses.
 
-    Mutates the pages of computed and selected tokens. By deviation, also layers 0 and 1 of all tokens that
-    are not exact, and if the choice is gradual, the next layer of the remaining tokens. With `drift`, also
-    all reused tokens. No other pages change.
+    Mutates the pages of computed and selected tokens. A choice by deviation also mutates layers 0 and 1 of
+    all tokens that are not exact; a gradual one also the next layer of the remaining tokens. `drift` also
+    mutates the pages of all reused tokens. No other pages change.
 
     Args:
         kv: pages with the KV of all of the plan's tokens except computed ones, rotated to their positions.
         tokens: int32 [N], the whole prompt.
         selection: None: the default selection.
         last_keys: last key that each row attends to; None: the key at its own position, the only correct
-            choice. Others imitate the masks of other systems.
+            choice. Other functions imitate the masks of other systems.
         auxiliary: auxiliary model, for methods that need one.
 
     Raises:
@@ -152,7 +152,7 @@ def blend(
     """
     selection = selection or Selection()
     run = _Run(decoder, kv, tokens, plan, last_keys, selection)
-    needs, seen = named(selection.method).needs, None
+    needs, seen = method_named(selection.method).needs, None
     if isinstance(needs, NeedsAuxiliary) and auxiliary is None:
         raise BlendError(f"method={selection.method!r}: needs {needs}: want `auxiliary`")
     if observed := observed_layers(selection, plan, decoder.layers):
@@ -204,7 +204,7 @@ class _Run:
 
     def __post_init__(self) -> None:
         if len(self.tokens) != self.plan.tokens:
-            raise BlendError(f"tokens: {len(self.tokens)}, the plan is of {self.plan.tokens}")
+            raise BlendError(f"tokens: {len(self.tokens)}, want {self.plan.tokens}, as in the plan")
 
     def recompute(self, selected: Positions) -> Blended:
         """Run the computed and the selected rows through every layer."""
@@ -214,10 +214,10 @@ class _Run:
 
     def measure_attention(self, needs: NeedsQuestion, layers: int, rows: Positions) -> NDArray[np.float32]:
         """Run `rows` through the first `layers` layers; return the input that `needs` describes."""
-        question = self.plan.question
-        question_rows = np.searchsorted(rows, question).tolist()
-        all_rows = self._rows(question)
-        single_rows = [self._rows(question[i : i + 1]) for i in range(len(question))]
+        query = self.plan.query
+        query_rows = np.searchsorted(rows, query).tolist()
+        all_rows = self._rows(query)
+        single_rows = [self._rows(query[i : i + 1]) for i in range(len(query))]
         by_layer = []
 
         def add_scores(layer: int, q: torch.Tensor, lse: torch.Tensor) -> None:
@@ -226,12 +226,12 @@ class _Run:
             k, v = self.kv.layers[layer]
             values, scoring = v if needs.value_norm else None, self.decoder.attention(layer).scoring
             if needs.heads == "norm":
-                pairs = zip(question_rows, single_rows, strict=True)
+                pairs = zip(query_rows, single_rows, strict=True)
                 by_row = [query_scores(q[i : i + 1], k, values, row, scoring) for i, row in pairs]
                 by_layer.append(torch.stack(by_row).mean(1).square().sum(0).sqrt())
             else:
-                question_lse = lse[question_rows] if needs.anchors == 1 else None
-                scores = query_scores(q[question_rows], k, values, all_rows, scoring, question_lse)
+                query_lse = lse[query_rows] if needs.anchors == 1 else None
+                scores = query_scores(q[query_rows], k, values, all_rows, scoring, query_lse)
                 by_layer.append(reduce_heads(scores, needs))
 
         self.run_layers(rows, self._embed(rows), range(layers), add_scores, needs.anchors)
@@ -275,7 +275,7 @@ class _Run:
         slots, tokens = self._rows(rows).slots, v_pages.shape[2]
         v_changes = token_deviation(v, v_pages[slots // tokens, :, slots % tokens])
         k_changes = torch.empty_like(v_changes)
-        rotations = self._turns(self.decoder.attention(layer).rope, rows)
+        rotations = self._rotations(self.decoder.attention(layer).rope, rows)
         rope_scatter(q, k, v, rotations, slots, k_pages, v_pages, k_changes)
         seen = np.zeros((2, self.plan.tokens), np.float32)
         seen[:, rows] = torch.stack([k_changes, v_changes]).cpu().numpy()
@@ -304,7 +304,7 @@ class _Run:
             k_pages, v_pages = self.kv.layers[layer]
             q, k, v = self.decoder.qkv(layer, h)
             if attention.rope not in rotations:
-                rotations[attention.rope] = self._turns(attention.rope, positions)
+                rotations[attention.rope] = self._rotations(attention.rope, positions)
             kv_before = drift.read_sources((k_pages, v_pages)) if drift else None
             q = rope_scatter(q, k, v, rotations[attention.rope], slots, k_pages, v_pages)
             if drift and kv_before:
@@ -333,9 +333,9 @@ class _Run:
     def _anchored(
         self, positions: Positions, share: float, k_pages: torch.Tensor, v_pages: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor, Rows]:
-        """Return K and V of the tokens that rows with anchors attend to, in one block, and the rows in it.
+        """Return K and V of the tokens that rows with anchors attend to, in one block, and `Rows` over it.
 
-        A sliding window counts only the tokens of that block.
+        In that block, a sliding window counts only these tokens.
         """
         plan, starts = self.plan, [*self.plan.starts.tolist(), self.plan.tokens]
         slots = self._rows(np.arange(plan.tokens, dtype=np.int32)).slots
@@ -364,7 +364,7 @@ class _Run:
     def _embed(self, positions: Positions) -> torch.Tensor:
         return self.decoder.embed(self._tensor(self.tokens[positions].astype(np.int64)))
 
-    def _turns(self, rope: Rope, positions: Positions) -> RowRotations:
+    def _rotations(self, rope: Rope, positions: Positions) -> RowRotations:
         return RowRotations(rope, self._tensor(rope.table(positions.astype(np.int64))))
 
     def _tensor(self, array: NDArray[Any]) -> torch.Tensor:

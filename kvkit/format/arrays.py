@@ -13,7 +13,7 @@ from kvkit.format.quantised import quantised_shape
 from kvkit.format.record import CODEC_LEVEL, RecordFormat
 
 MAX_METADATA_BYTES = 1 << 20
-"""The longest zarr.json that is read, in bytes."""
+"""Maximum bytes of a zarr.json that is read."""
 
 _STORED_DTYPE = {"bfloat16": "uint16", "float8_e4m3fn": "uint8", "float8_e5m2": "uint8"}
 
@@ -27,7 +27,7 @@ def metadata(
 ) -> bytes:
     """Build the zarr.json of the array of records of one format and codec.
 
-    With a `tier_precision`, the records are those that a tier quantises.
+    With a `tier_precision`, it describes the records that a tier quantises.
 
     bfloat16 is stored as uint16 and float8 as uint8; the attributes name the real dtype, and the namespace.
     Quantised rows are uint8: K's codes, V's codes, and their scales; the attributes name the precision.
@@ -101,7 +101,7 @@ def read(raw: bytes) -> dict[str, Any]:
 
 
 def differences(found: bytes, wanted: bytes) -> list[str]:
-    """Return the fields in which two zarr.json differ; of the attributes only kvkit's count.
+    """Return the fields that differ between two zarr.json; of the attributes, compare only kvkit's.
 
     Raises:
         MetadataError: one of them describes no array.

@@ -30,7 +30,7 @@ TOKEN = np.dtype("<i4")
 
 
 class ChunkError(ValueError):
-    """Impossible tokens, or an impossible hash setting. The message names the value and the choices."""
+    """Invalid tokens, or an invalid hash setting. The message names the value and the choices."""
 
 
 class SupportsArray(Protocol):

@@ -41,7 +41,7 @@ ORDERS = ("LBHNC", "LBNHC", "LHBNC", "BLHNC", "BLNHC", "BHLNC")
 
 
 class LayoutError(ValueError):
-    """An impossible layout, or tensors that do not have one. The message names the field and the value."""
+    """An invalid layout, or tensors without a valid one. The message names the field and the value."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,7 +115,8 @@ class LayerGroup:
             all_layers[i : i + count] for i in range(0, len(all_layers), count)
         ]:
             raise LayoutError(
-                f"layers={self.layers!r}, model_layers={all_layers!r}: want one of its equal parts"
+                f"layers={self.layers!r}, model_layers={all_layers!r}: want one of the equal shards of "
+                "model_layers"
             )
         for field in ("kv_heads", "k_size", "block_tokens", "window", "page_bytes"):
             value = getattr(self, field)
@@ -128,10 +129,10 @@ class LayerGroup:
         if self.heads % heads or self.first_head not in first_heads:
             raise LayoutError(
                 f"first_head={self.first_head!r}, model_heads={self.model_heads!r}: want multiples of "
-                f"kv_heads={heads}, the first below the other"
+                f"kv_heads={heads}, and first_head < model_heads"
             )
         if self.state is not None and not (self.state and self.page_bytes):
-            raise LayoutError(f"state={self.state!r}: want its kind, and page_bytes")
+            raise LayoutError(f"state={self.state!r}: want a kind that is not empty, and page_bytes")
         for field, choices in (("dtype", ITEM_BYTES), ("order", ORDERS)):
             if getattr(self, field) not in choices:
                 raise LayoutError(f"{field}={getattr(self, field)!r}: want one of {', '.join(choices)}")
@@ -286,7 +287,7 @@ class KVLayout:
         if len(set(layers)) != len(layers) or len(set(self.groups)) != len(self.groups):
             raise LayoutError(f"layers {sorted(layers)}: a layer's heads belong to one group only")
         if any(group.state for group in self.groups[: self.token_groups]) or not self.token_groups:
-            raise LayoutError("groups: want one or more of K and V, then those of states")
+            raise LayoutError("groups: want at least one group of K and V first, then the groups of states")
 
     @property
     def token_groups(self) -> int:
@@ -308,10 +309,10 @@ class KVLayout:
         return sum(group.chunk_bytes(chunk_tokens) for group in self.groups)
 
     def fingerprint(self) -> str:
-        """Return 32 hex digits (BLAKE2b-128) of all that decides a record's bytes, then its precisions.
+        """Return 32 hex digits (BLAKE2b-128) of all that determines a record's bytes, then its precisions.
 
-        Records are canonical [L, H, T, C], so an engine's order, strides and block size do not count, nor
-        which of the model's heads and layers it holds: engines that differ in these share a store. Opaque
+        Records are canonical [L, H, T, C], so the fingerprint ignores an engine's order, strides and block
+        size, and the heads and layers that it holds: engines that differ in these share a store. Opaque
         pages are an exception: their size, block size and order count. If a record holds only some heads or
         layers of the model, their number counts. Quantised KV, and KV that was computed with it, never has
         the fingerprint of full precision.
@@ -405,10 +406,10 @@ class KVLayout:
 
 @dataclass(frozen=True, slots=True)
 class Namespace:
-    """All that decides KV bytes besides the tokens. Its digest is the first parent of every hash chain.
+    """Everything except the tokens that determines KV bytes. Its digest starts every hash chain.
 
-    Two caches share records if and only if their namespaces are equal; rank and world may differ if ranks
-    share.
+    Two caches share records if and only if their namespaces are equal; with `ranks_share`, rank and world
+    may differ.
 
     Args:
         model: hub id, or another name of the weights.
@@ -418,8 +419,8 @@ class Namespace:
         lora: identity of the adapter's contents; empty: no adapter.
         draft: identity of the draft model with KV beside the model's; empty: no draft.
         rank, world: rank of the process, and number of processes of its engine.
-        ranks_share: True if the layout states which heads and layers a record holds; rank and world then
-            decide nothing.
+        ranks_share: True if the layout states which heads and layers a record holds; rank and world are
+            then ignored.
         isa: instruction set that wrote opaque pages; empty: pages are not opaque.
         salt: cache salt, which keeps tenants apart. It changes the keys; records never carry the salt itself.
         chunk_tokens: tokens per chunk.
@@ -465,7 +466,7 @@ class Namespace:
 
 
 def heads_of(heads: int, rank: int, ranks: int) -> range:
-    """Return a layer's heads on a tensor-parallel rank; neighbours share a head if there are too few."""
+    """Return a layer's heads on a tensor-parallel rank; adjacent ranks share a head if heads are fewer."""
     first = rank * heads // ranks
     return range(first, first + max(1, heads // ranks))
 
@@ -501,7 +502,7 @@ def _layer_group(
     if isinstance(pages, tuple):
         k, v = pages
         if k.shape[:3] != v.shape[:3] or k.dtype != v.dtype or opaque:
-            raise LayoutError(f"pages[{layer}]: K {tuple(k.shape)} and V {tuple(v.shape)} do not go together")
+            raise LayoutError(f"pages[{layer}]: K {tuple(k.shape)} and V {tuple(v.shape)} do not match")
         group, v_group = (_layer_group(layer, tensor, 0, False, window) for tensor in pages)
         return replace(group, v_size=v_group.k_size, strides=None)
     if pages.ndim != 4:

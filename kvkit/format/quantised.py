@@ -74,7 +74,7 @@ def check_quantisable(layout: KVLayout, precisions: Mapping[str, Precision | Non
     """Check that `layout` can be quantised to the precisions of the tiers, by tier name.
 
     Raises:
-        LayoutError: layers hold KV of an unsuitable form, or their records would be no smaller.
+        LayoutError: a layer's dtype or page size is unsuitable, or its records would be no smaller.
     """
     for tier, precision in precisions.items():
         for group in layout.groups if precision is not None else ():
@@ -90,4 +90,4 @@ def _check_group(group: LayerGroup, where: str) -> None:
         raise LayoutError(f"{where} hold pages of {exact[3]} bytes; want a multiple of {row_bytes}")
     row = quantised_shape(exact, 0 if group.opaque else group.k_size, group.dtype)[3]
     if row >= exact[3] * (1 if group.opaque else group.item_bytes):
-        raise LayoutError(f"{where}: codes and scales of {group.channels} {group.dtype} take no less space")
+        raise LayoutError(f"{where}: quantised, {group.channels} {group.dtype} channels take no less space")

@@ -54,13 +54,13 @@ CODECS = ("none", "zstd", "bitshuffle-zstd")
 CODEC_LEVEL = 1
 
 MAX_HEADER_BYTES = 16 << 20
-"""The longest header that is read, in bytes: it has room for 4 million tokens."""
+"""Maximum bytes of a header that is read: room for 4 million tokens."""
 
 PIECE_BYTES = 8 << 20
-"""The most that `examine` reads at once, in bytes, except for a header."""
+"""Maximum bytes that `examine` reads at once, except for a header."""
 
 Read = Callable[[int, int], "Buffer"]
-"""Returns the bytes of a stored record at (offset, number of bytes); fewer if the record ends before."""
+"""Reads (offset, number of bytes) of a stored record; returns fewer bytes if the record ends before."""
 
 Bytes = npt.NDArray[np.uint8]
 
@@ -102,13 +102,13 @@ _HEADER_SUM = _OFFSETS["header_sum"]
 _AFTER_HEADER_SUM = _OFFSETS["trailer_sum"]
 _SUMS = HEADER.itemsize
 _KEYS = struct.Struct("<32s32s")
-"""`parent` and `key`, which are handled for every record: struct takes a third of the time of numpy."""
+"""Packs `parent` and `key`, as for every record: struct takes a third of the time of numpy."""
 _INDEX_ENTRY = 16
 _CRC_BYTES = 4
 
 
 class RecordError(ValueError):
-    """A buffer that is too small or no record; the message names the fault."""
+    """A buffer is too small or holds no record. The message names the fault."""
 
 
 class Damage(StrEnum):
@@ -158,7 +158,7 @@ class Header:
 
     @property
     def kv_dtype(self) -> str:
-        """Dtype of the KV that the record was made of."""
+        """Dtype of the KV from which the record was made."""
         return self.dtype.rpartition(" of ")[2]
 
     @property
@@ -245,7 +245,7 @@ class RecordFormat:
 def parent_name(record: Buffer, name: str) -> str | None:
     """Return the name of the record before `name` in its chain, from the header; None if `name` is first.
 
-    Also None if `record` is no record. Verifies nothing: use it only to rank records for eviction.
+    Also return None if `record` is no record. It verifies nothing: use it only to rank records for eviction.
     """
     view = memoryview(record)
     parent = bytes(view[_PARENT : _PARENT + 32])
@@ -381,7 +381,7 @@ def verify_layer(record_format: RecordFormat, header: Buffer, layer: int, data: 
 
 
 def verify_trailer(record_format: RecordFormat, trailer: Buffer) -> Damage | None:
-    """Verify that `trailer` is that of uncompressed records of this format; return None, or the damage."""
+    """Verify the trailer of an uncompressed record of this format; return None, or the damage."""
     # memoryviews compare item by item, 20 times slower
     return None if bytes(memoryview(trailer)) == record_format.trailer else Damage.TRAILER
 
@@ -517,7 +517,7 @@ def shard_index(ranges: Sequence[tuple[int, int]]) -> bytes:
 
 
 def dtype_name(precision: str | None, dtype: str) -> str:
-    """Return a header's name for a record's elements."""
+    """Return the name of a record's element type, as headers hold it."""
     return f"{precision} of {dtype}" if precision else dtype
 
 
@@ -565,7 +565,7 @@ def _header_is_intact(view: memoryview, header_bytes: int) -> bool:
 
 
 def _explain(record_format: RecordFormat, view: memoryview) -> Damage:
-    """Return why an intact header is not of this format."""
+    """Return the damage that an intact header of another format means."""
     try:
         header = read_header(view)
     except RecordError:

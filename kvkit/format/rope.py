@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 
 
 class RopeError(ValueError):
-    """An impossible rotary embedding or rotation. The message names the field and the value."""
+    """An invalid rotary embedding or rotation. The message names the field and the value."""
 
 
 @dataclass(frozen=True, slots=True)

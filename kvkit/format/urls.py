@@ -1,7 +1,7 @@
-"""URLs of stores without possible secrets, to show them; also chained URLs, link by link.
+"""URLs of stores as they are shown: without possible secrets. Chained URLs are treated link by link.
 
 A user name may be a token, and a query may be a signature. Secrets cannot always be recognised (a password
-may have any character, also unquoted), so text that may be one is left out.
+may have any character, also unquoted), so text that may be a secret is left out.
 """
 
 from __future__ import annotations

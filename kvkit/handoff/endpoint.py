@@ -154,7 +154,7 @@ class Endpoint(Handler):
         key = (link.number, pull.transfer)
         with self._lock:
             if key in self._pulls:
-                raise Unexpected(f"transfer {pull.transfer}: there is one of that name")
+                raise Unexpected(f"transfer {pull.transfer}: this id is in use")
             if sum(number == link.number for number, _ in self._pulls) >= MAX_PULLS:
                 raise Unexpected(f"{MAX_PULLS} pulls are in flight, and none was released")
             self._pulls[key] = pull

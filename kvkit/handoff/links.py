@@ -12,7 +12,7 @@ from kvkit.handoff.transport.link import Handler, Link
 
 
 class Links:
-    """Links whose threads run. Ended links may be among them, and still hold slots. Thread-safe."""
+    """Links whose threads run; a link that has ended may still hold slots. Thread-safe."""
 
     def __init__(self) -> None:
         self._links: list[Link] = []

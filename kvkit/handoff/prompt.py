@@ -1,4 +1,4 @@
-"""Sending of prompts to decode engines, piece by piece while the prompts are computed."""
+"""Send prompts to decode engines, piece by piece while the prompts are computed."""
 
 from __future__ import annotations
 
@@ -41,8 +41,8 @@ def tail_of(
 ) -> tuple[npt.NDArray[np.int32], Namespace] | None:
     """Return token ids and a namespace for the `tokens` after the whole `chunks`; None if there are none.
 
-    Each of their blocks is one record, the last one of a whole page, including data after the tokens. The
-    namespace contains the key of the last chunk: no lookup confuses these records with those of a chunk.
+    Each of their blocks is one record. The last record holds a whole page, data after the tokens included.
+    The namespace contains the key of the last chunk: no lookup confuses these records with those of a chunk.
 
     Args:
         rest: anything that determines their KV besides the tokens and their prefix; empty for nothing.

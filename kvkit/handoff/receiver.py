@@ -154,15 +154,17 @@ class Receiver:
         A request of one transfer has that transfer's id, unless the sender set another.
         """
         with self._changed:
-            parts = states.parts_of(self._buffer, request_id)
-            if not parts:
+            transfers = states.transfers_of(self._buffer, request_id)
+            if not transfers:
                 reason = self._ended.get(request_id)
                 return None if reason is None else Status(None, reason=reason)
-            if len(parts) < parts[0].request.parts:
+            if len(transfers) < transfers[0].request.parts:
                 return None
-            phases = (part.phase for part in parts if part.phase is not Phase.COMMITTED)
-            held = sum(len(part.elsewhere) + len(part.holds) for part in parts)
-            return Status(next(phases, Phase.COMMITTED), sum(len(part.names) for part in parts), held)
+            phases = (transfer.phase for transfer in transfers if transfer.phase is not Phase.COMMITTED)
+            held = sum(len(transfer.elsewhere) + len(transfer.holds) for transfer in transfers)
+            return Status(
+                next(phases, Phase.COMMITTED), sum(len(transfer.names) for transfer in transfers), held
+            )
 
     def wait(self, request_id: str, timeout_s: float) -> Status | None:
         """Wait at most `timeout_s` seconds until a request is committed or over, and return its status."""

@@ -1,4 +1,4 @@
-"""Sending of records to peers: carries out what `protocol.outgoing` decides, over one link to each peer."""
+"""Send records to peers as `protocol.outgoing` decides, over one link to each peer."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ log = logging.getLogger(__name__)
 
 
 class HandoffError(RuntimeError):
-    """A transfer failed: refused, released by its receiver, cancelled or too late. The text says why."""
+    """A transfer failed: refused, released by its receiver, cancelled or late. The message says why."""
 
 
 def _uncancellable() -> Future[Any]:
@@ -99,7 +99,7 @@ class Sending:
 
 @dataclass(frozen=True, slots=True)
 class RemoteSlots:
-    """Slots borrowed from receivers. Each gets a record that is put, or is released without."""
+    """Slots borrowed from receivers, each for a record that is put; an unused slot is released."""
 
     leases: Sequence[Lease]
     sendings: Collection[Sending]
@@ -197,7 +197,7 @@ class Sender(Handler):
             raise HandoffError(f"transfer {transfer}: {len(names)} records; want 1 to {MAX_NAMES}")
         with self._changed:
             if transfer in self._open_transfers or any(sending.id == transfer for sending in self._lenders):
-                raise HandoffError(f"transfer {transfer}: there is one of that name")
+                raise HandoffError(f"transfer {transfer}: this id is in use")
             link = self._link(address, f"transfer {transfer}")
             state = Outgoing.opened(transfer, names, deadline_s, self._transfer_s, time.monotonic())
             sending = Sending(state, link, on_change)
@@ -231,7 +231,7 @@ class Sender(Handler):
         Returns None if no transfer lacks one of the records any more, or if this process cannot access a
         slot. A record that is written there is put like any other, and is copied to other transfers. Until
         the slot is put or released, its transfer takes the record from no other slot. If the receiver
-        releases the transfer meanwhile, it is answered only after that.
+        releases the transfer meanwhile, the sender answers only after that.
         """
         leases: list[Lease] = []
         lenders: set[Sending] = set()
@@ -265,7 +265,7 @@ class Sender(Handler):
         self._complete()
 
     def finish(self, transfer: str) -> None:
-        """Finish a transfer with the records that were put: its receiver is told that the rest is missing."""
+        """Finish a transfer with the records that were put; report the rest to its receiver as missing."""
         self._apply(transfer, partial(outgoing.finish, now=time.monotonic()))
 
     def cancel(self, transfer: str, reason: str = "cancelled") -> None:
@@ -338,7 +338,7 @@ class Sender(Handler):
     def _apply(
         self, transfer: str, event: Callable[[Outgoing], Transition], link: Link | None = None
     ) -> bool:
-        """Apply an event to a transfer; return False if there is none of this id, or not of this link."""
+        """Apply an event to a transfer; return False if there is no transfer of this id on the link."""
         with self._changed:
             sending = self._open_transfers.get(transfer)
             if sending is None or link not in (None, sending.link):

@@ -90,7 +90,7 @@ class Connection(H11Protocol):
 
 
 class HttpListener(uvicorn.Server):
-    """uvicorn's server for a `backlog` of 1: asyncio would accept a whole backlog before it counts one."""
+    """uvicorn's server with a `backlog` of 1, as asyncio accepts a whole backlog before it counts."""
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         """Start as uvicorn does, and let the system queue more connections than are accepted at once."""

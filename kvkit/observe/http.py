@@ -13,8 +13,8 @@ query: it has a counter of its own, apart from the lookups of requests. With `wa
 seconds for pending stores. `engine` stands for the engine's own blocks, which the cache does not see: its
 `hit_tokens` are null, with the `reason`.
 
-Every request carries the token: `Authorization: Bearer ...`. Clients without it have a few connections, of
-which a new one closes the one that was idle longest (`kvkit.observe.connections`). Errors are reported in
+Every request carries the token: `Authorization: Bearer ...`. Clients without it share a few connections: a
+new one closes the one that was idle longest (`kvkit.observe.connections`). Errors are reported in
 {"error": ...}. An open tier is skipped, not fatal: do not restart a process because /health answers 503.
 
 The endpoint speaks plain HTTP and belongs on loopback; beyond it, put TLS in front.
@@ -54,7 +54,7 @@ from kvkit.workers import Workers
 log = logging.getLogger(__name__)
 
 MAX_BODY_BYTES = 16 << 20
-"""The longest body of a request, in bytes: enough for a prompt of over a million tokens."""
+"""Maximum bytes of a request's body: enough for a prompt of over a million tokens."""
 BODY_S = 10.0
 """Time limit for sending a body, in seconds."""
 _STATES_BY_SEVERITY: tuple[HealthState, ...] = ("ok", "slow", "half-open", "open")
@@ -186,7 +186,7 @@ _B = TypeVar("_B", bound=_Body)
 
 
 def _app(cache: Cache, workers: Workers, clearing: Workers, timeout_s: float) -> Starlette:
-    """Build the routes. Work that may wait for a tier or parse for long runs in threads, with a deadline."""
+    """Build the routes. Threads do, with a deadline, all work that may wait for a tier or parse for long."""
     registry = metrics.register(cache)
 
     async def show_metrics(request: Request) -> Response:

@@ -196,7 +196,7 @@ class Router:
         return await self._answer(request, forget)
 
     async def _forward(self, request: web.Request) -> web.StreamResponse:
-        """Answer with what a D answers; if it fails, ask the next D."""
+        """Forward a request to a D and return its answer; if it fails, ask the next D."""
 
         async def forward(_: Client, headers: dict[str, str], data: bytes) -> web.StreamResponse:
             method, path, limit_s = request.method, request.path, self._config.prefill_timeout_s

@@ -27,7 +27,7 @@ from kvkit.settings import explain
 from kvkit.transfer.requests import RequestLimits
 
 MAX_KEPT_BYTES = 256 << 20
-"""Maximum memory for posted documents: 64 Mi tokens of long ones."""
+"""Maximum memory for posted documents: room for 64 Mi tokens of long documents."""
 STORED_S = 5.0
 """Time that engines have to store what was just computed, in seconds."""
 _PostedToken = Annotated[int, Field(ge=0, lt=2**31, strict=True)]
@@ -123,7 +123,7 @@ class Documents:
         """Parse a posted document; return it, and the seconds to pin it (None: no pin).
 
         Raises:
-            BadRequest: a field is wrong, or the document is too short.
+            BadRequest: a field is invalid, or the document is too short.
             NoTokens, RequestRefused: as `Tokenizer.tokenize`.
         """
         try:

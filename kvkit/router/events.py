@@ -2,9 +2,9 @@
 
 vLLM's publisher numbers its batches from 0 and keeps the last ones for subscribers that missed some. If a
 number does not follow the last one, the missing batches are replayed. If they are no longer kept, or a number
-now belongs to another batch (the engine was restarted), the engine's index is cleared; kvkit reports its
-contents again in time. A broken connection needs the same check, because the numbers of a restarted engine
-may continue those from before; without `replay`, the index is cleared.
+now belongs to another batch (the engine was restarted), the engine's index is cleared; kvkit's connector
+later reports its contents again. A broken connection needs the same check, because the numbers of a restarted
+engine may continue those from before; without `replay`, the index is cleared.
 
 Memory stays bounded whatever an engine sends, and requests are served while events are read.
 """
@@ -66,7 +66,7 @@ class EventSubscriber:
 
     Attributes:
         index: blocks that the engine holds.
-        current: whether the index was up to date a moment ago.
+        current: True if the index was up to date at the last check.
     """
 
     def __init__(self, engine: Engine, config: RouterConfig) -> None:

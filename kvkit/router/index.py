@@ -27,7 +27,7 @@ _STEP_BLOCKS = 1024
 """Blocks of an event in one step, of `_STEP_TOKENS` tokens at most."""
 _STEP_TOKENS = 1 << 14
 _SPARE_BLOCKS = 1 << 12
-"""Removed blocks that the index keeps, because they may come back."""
+"""Number of removed blocks that the index remembers, because they may come back."""
 _SWEEP_BLOCKS = 4 * _STEP_BLOCKS
 _MAX_KEYS = 64
 _INT_BYTES = 48
@@ -43,7 +43,7 @@ class StoredBlocks(msgspec.Struct, tag="BlockStored"):
 
     Attributes:
         extra_keys: extra keys of each block, not decoded: nested values could take much memory.
-        resync: kvkit's number of the last round that began; in each, the engine reports again all that its
+        resync: number of kvkit's last round that began. In each round, the engine reports again all that its
             tiers hold.
         complete: as in `ClearedBlocks`, for subscribers that have received one whole round.
     """

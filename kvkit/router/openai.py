@@ -179,7 +179,7 @@ def read_body(raw: bytes) -> Body:
 
 
 def parse(kind: Kind, raw: bytes) -> ParsedRequest:
-    """Parse a request, and check the fields that routing depends on; the engine judges the rest.
+    """Parse a request, and check the fields that routing depends on; the engine checks the rest.
     Raises BadRequest if it is not a JSON object, has too many values, or a field has the wrong type."""
     body = read_body(raw)
     params = _client_params(body)

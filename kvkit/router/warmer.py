@@ -1,4 +1,4 @@
-"""First use: computation of documents that no engine held, once their prompt is answered.
+"""First use of documents: compute those that no engine held, once their prompt is answered.
 
 If a document does not directly follow its prefix, its KV in the prompt depends on the text between them, and
 no other prompt can reuse it. An engine therefore computes the document behind its prefix alone, like a posted

@@ -92,7 +92,7 @@ class Tier(ABC):
         in_memory: True if its records are in this host's memory already, so that a copy in another tier
             gains nothing.
         shared_by_ranks: True if each rank of an engine on this host finds the records of all ranks.
-        read_only: True if its records arrive in another way than `put`, which refuses every record.
+        read_only: True if `put` refuses every record, because records arrive by other means.
         reads_at_once: number of records that it reads in parallel; further reads wait.
         reads_ranges: True if `get_ranges` moves only the requested bytes.
         slots: number of staging slots that its records may occupy.
@@ -162,7 +162,7 @@ class Tier(ABC):
         return 0
 
     def subscribe(self, held_listener: HeldListener) -> bool:
-        """Report held records, and from now on those put, found by a lookup, evicted or deleted. Mutates.
+        """Report the held records, then each record put, found by a lookup, evicted or deleted. Mutates.
 
         Returns:
             True if the reports cover all records ever held here, as no other host puts any. If False, the
@@ -327,7 +327,7 @@ def start_moves(
 ) -> None:
     """Start jobs on `workers` that move `batch` records each. Each record completes once, even on errors.
 
-    With one record per job, an urgent get waits at most for the puts that are being written.
+    With one record per job, an urgent get waits at most for the puts in progress.
 
     Raises:
         ValueError: the numbers of names and leases differ.
@@ -396,7 +396,7 @@ def complete(on_complete: OnComplete, name: str, lease: Lease, error: BaseExcept
 
 
 def owner_of(name: str) -> str:
-    """Return the owner of the quota for a record: its namespace, thus its model and cache salt."""
+    """Return the owner of a record's quota: the namespace, which includes model and cache salt."""
     return sys.intern(name.partition("/")[0])
 
 

@@ -64,7 +64,7 @@ _READ = os.O_RDONLY | os.O_NONBLOCK | os.O_NOFOLLOW | os.O_NOCTTY
 _ESCAPE = re.compile(r"\\([0-7]{3})")
 """Octal escapes in paths of /proc, such as that of a blank."""
 _WRITE_ATTEMPTS = 4
-"""Attempts of a write: a cleaner may, rarely, remove its temporary file as a dead writer's."""
+"""Maximum attempts of a write: rarely, a cleaner takes its temporary file for a dead writer's."""
 
 
 def check_name(name: str) -> None:
@@ -416,7 +416,7 @@ def _warn_unlisted(error: OSError, folder: str | None = None) -> None:
 
 
 def _foreign_object(name: str) -> DamagedObject:
-    return DamagedObject(f"{name}: not a regular file, but something else has its name", Damage.FOREIGN)
+    return DamagedObject(f"{name}: not a regular file; something else has this name", Damage.FOREIGN)
 
 
 def _remove_folder(path: str) -> None:

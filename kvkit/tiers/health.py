@@ -75,7 +75,7 @@ class Health:
                 self._measured_at = now
 
     def answered(self, now: float) -> None:
-        """Record that the tier answered, or was not used after all, and no record was moved.
+        """Record that no record was moved: the tier only answered, or was not used after all.
 
         A trial ends undecided, and the next caller may try. An index can answer for a disk that is gone, so
         this does not interrupt a row of failures.

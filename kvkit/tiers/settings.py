@@ -97,7 +97,7 @@ class TierConfig(BaseModel):
 
     @model_validator(mode="after")
     def _check_combination(self) -> TierConfig:
-        """Check that the settings apply to the kinds of tier, and to as many URLs."""
+        """Check that the settings apply to the kinds of tier, and to the number of URLs."""
         if self.kind is not None:
             check_kind(self.kind)
             return self
@@ -165,12 +165,12 @@ class TierConfig(BaseModel):
 
     @property
     def kinds(self) -> tuple[TierKind, ...]:
-        """Kinds of tier, one for each URL; that of memory without a URL."""
+        """Kinds of tier, one for each URL; without a URL, the kind of a memory tier."""
         return tuple(map(kind_of, self.urls or (None,)))
 
     @property
     def capacities(self) -> tuple[int | None, ...]:
-        """Capacities in bytes, one for each URL; that of memory without a URL."""
+        """Capacities in bytes, one for each URL; without a URL, the capacity of the memory tier."""
         if isinstance(self.capacity, tuple):
             return tuple(int(size) for size in self.capacity)
         return (None if self.capacity is None else int(self.capacity),) * max(1, len(self.urls))

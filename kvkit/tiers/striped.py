@@ -74,7 +74,7 @@ class StripedStore:
 
     @contextmanager
     def _translate_missing_part(self, name: str) -> Iterator[None]:
-        """Raise DamagedObject for an object that lacks a part: if reported as missing, it would never go.
+        """Raise DamagedObject for an object that lacks a part, so that the cache deletes the rest of it.
 
         Raises:
             DamagedObject: the object lacks a part.

@@ -36,9 +36,10 @@ class LayerLoad:
     """An iterator over the layers of a hit, in model order. A returned layer's pages hold its KV.
 
     A record that fails, or finds no slot in time, ends the leading run before it, for all later layers; all
-    layers are returned nevertheless. When the iterator is exhausted, `loaded` has the complete tokens. The
-    policy then writes back the run's records, up to the first without a slot of its own: a chunk is verified
-    only with its last layer. Close or exhaust the iterator to release its slots.
+    layers are returned nevertheless. When the iterator is exhausted, `loaded` has the complete tokens. Then
+    the run's records are written back as the policy says, up to the first without a slot of its own; not
+    earlier, because a chunk is verified only with its last layer. Close or exhaust the iterator to release
+    its slots.
 
     Args:
         readers: threads that read parts of records, separate for each tier, since a hanging tier blocks them
@@ -57,7 +58,7 @@ class LayerLoad:
         self._staging = tiers.staging
         self._chunks = chunks = hit.chunks
         self._pages = pages
-        self._after = marks(group.pages.device for group in pages)  # excludes the layers computed meanwhile
+        self._after = marks(group.pages.device for group in pages)  # not for layers computed later
         self._plan = plan = nearest(tiers, chunks, hit.plan)
         self._count = plan.chunks
         self._records = [
@@ -136,7 +137,7 @@ class LayerLoad:
     def _borrow(self) -> None:
         """Lease the records in host memory, which could be evicted while earlier layers are used.
 
-        Ends the run before the first tier with an open circuit.
+        Ends the run before the first chunk whose tier has an open circuit.
         """
         blocked_starts = (s.start for s in self._plan.segments if self._tier_set.circuit_open(s.tier))
         self._count = next(blocked_starts, self._count)

@@ -105,8 +105,8 @@ class LayerReads(SegmentReads):
         super().__init__(tiers, chunks, segment)
         self.per_chunk = 1
         self._layer = layer
-        self._form = chunks.formats[layer.group]
-        self._range = record.layer_range(self._form, layer.index)
+        self._record_format = chunks.formats[layer.group]
+        self._range = record.layer_range(self._record_format, layer.index)
         self._records = records
         self._readers = readers
 
@@ -164,7 +164,8 @@ class LayerReads(SegmentReads):
         Raises:
             OSError: the layer is not available or is damaged.
         """
-        record_format, layer_index, chunk = self._form, self._layer.index, read.number // self._chunks.groups
+        record_format, layer_index = self._record_format, self._layer.index
+        chunk = read.number // self._chunks.groups
         entry = self._records[chunk]
         if entry.coming is not None:
             entry.coming.result(self._tiers.timeout_s)

@@ -1,4 +1,4 @@
-"""Lookups: how long a leading run of chunks the tiers of a tier set hold, and where to load it from."""
+"""Lookups: find the leading run of chunks that a tier set holds, and plan where to load it from."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def find_with_pending(
     Waits up to `wait_s` seconds for pending stores of the rest.
     """
     until = time.monotonic() + wait_s
-    pending = tiers.pending_stores.among(chunks.names)  # before asking tiers: they have what ends since
+    pending = tiers.pending_stores.among(chunks.names)  # first: what ends meanwhile is found in a tier
     plan = find(tiers, chunks, RetrievePlan(len(chunks)), sought=sought)
     while not plan.complete and pending:
         gap = pending.intersection(chunks.records(plan.chunks, plan.chunks + 1))

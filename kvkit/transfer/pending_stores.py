@@ -51,8 +51,8 @@ class PendingStore:
         names: record names, chunk by chunk, `groups` records each.
         on_stored: called with a tier and a chunk when the tier has stored the chunk's last record.
         on_done: called once, when every attempt has ended, which may be after a tier has the records.
-        by_other_ranks: those of `names` that ranks with equal KV store meanwhile. Their end is not reported,
-            so they end with the last attempt here.
+        by_other_ranks: those of `names` that other ranks with equal KV store. The ends of these stores are
+            not reported here, so the records stay pending until this store's last attempt ends.
 
     Attributes:
         attempts: unended attempts at each pending record; guarded by `PendingStores.changed`.
@@ -81,7 +81,7 @@ class PendingStore:
             pending_stores.copying.add(self)
 
     def begin_attempts(self, names: Collection[str]) -> None:
-        """Note that a tier is about to be given `names`; call `end_attempt` once for each."""
+        """Note that `names` will be passed to a tier; call `end_attempt` once for each."""
         with self._pending_stores.changed:
             self._in_flight += len(names)
             for name in names:
@@ -131,7 +131,7 @@ class PendingStore:
 
 
 def _call_back(callback: Callable[..., object], *args: object) -> None:
-    """Call back and log errors: they are the caller's, and must not keep a flush waiting."""
+    """Call `callback` and log its errors, which must not keep a flush waiting."""
     try:
         callback(*args)
     except Exception:

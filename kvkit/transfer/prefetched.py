@@ -11,8 +11,8 @@ from kvkit.staging import Lease, Staging, release_all
 class Prefetched:
     """Verified records in at most half of the slots of `staging`. Thread-safe.
 
-    Releases the oldest when a caller waits for a slot. A prefetch displaces records of earlier ones, oldest
-    first, but never its own: a sequence's first chunks are needed first.
+    The oldest are released when a caller waits for a slot. A prefetch displaces records of earlier ones,
+    oldest first, but never its own: a sequence's first chunks are needed first.
     """
 
     def __init__(self, staging: Staging) -> None:

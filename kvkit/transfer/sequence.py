@@ -55,17 +55,17 @@ class SequencePages:
     blocks: TableIds | None = None
     slots: TableIds | None = None
 
-    def rows_of(self, form: RecordFormat, numbers: Sequence[int]) -> ChunkRows:
+    def rows_of(self, record_format: RecordFormat, numbers: Sequence[int]) -> ChunkRows:
         """Return the block ids or slots of chunks with these numbers."""
-        ids, per_chunk = self.table(form)
+        ids, per_chunk = self.table(record_format)
         ids = ids[: len(ids) // per_chunk * per_chunk].reshape(-1, per_chunk)[np.asarray(numbers, np.int64)]
         return {"slots": ids} if self.blocks is None else {"blocks": ids}
 
-    def table(self, form: RecordFormat) -> tuple[TableIds, int]:
+    def table(self, record_format: RecordFormat) -> tuple[TableIds, int]:
         """Return the block ids or slots, and their number per chunk."""
-        size = form.namespace.chunk_tokens
+        size = record_format.namespace.chunk_tokens
         if self.blocks is not None:
-            return self.blocks, size // form.group.block_tokens
+            return self.blocks, size // record_format.group.block_tokens
         assert self.slots is not None
         return self.slots, size
 
@@ -78,7 +78,7 @@ class SequencePages:
 
     def fill(
         self,
-        form: RecordFormat,
+        record_format: RecordFormat,
         first: int,
         payloads: Sequence[npt.NDArray[np.uint8]],
         rotate: Rotation | None,
@@ -89,13 +89,13 @@ class SequencePages:
         Args:
             rotate, after: see `kvkit.kernels.pages.api.unpack`.
         """
-        rows = self.rows_of(form, range(first, first + len(payloads)))
+        rows = self.rows_of(record_format, range(first, first + len(payloads)))
         unpack(self.pages, payloads, **rows, rotate=rotate, after=after)
 
 
 @dataclass(frozen=True, slots=True)
 class Chunks:
-    """The whole chunks of one token sequence in one namespace: the input of every step.
+    """The whole chunks of one token sequence in one namespace: the input of lookups, loads and stores.
 
     Attributes:
         tokens: int32 [chunks * chunk_tokens].
@@ -202,7 +202,7 @@ class Hit:
     """The available leading run: `tokens` tokens, in whole chunks, `by_tier` of them in each tier.
 
     The first `exact` tokens come from tiers with full precision. A load never takes them from quantised
-    tiers: if no other tier has them by then, it ends before them.
+    tiers: if no other tier has them at that time, the load ends before them.
     """
 
     chunks: Chunks
@@ -231,7 +231,7 @@ class Hit:
     def part(self, start: int, stop: int) -> Hit:
         """Return chunks [start, stop) as a separate hit, for an engine that has the chunks before.
 
-        Its pages begin at chunk `start`. It ends with the hit if that ends before `stop`.
+        Its pages begin at chunk `start`. It ends where this hit ends, if that is before `stop`.
 
         Raises:
             CacheError: `start` is after the end of the hit, or `stop` before `start`.
@@ -272,7 +272,7 @@ def check_pages(pages: AllPages, chunks: Chunks, count: int, layout: KVLayout) -
     """Return the pages per layer group, after checking that they hold the first `count` of `chunks`.
 
     Raises:
-        CacheError: they do not.
+        CacheError: they hold fewer chunks, or do not fit the layout.
     """
     groups = [pages] if isinstance(pages, SequencePages) else list(pages)
     if len(groups) != len(layout.groups):

@@ -34,7 +34,7 @@ class Store:
 
     Args:
         pages: one entry per layer group, states last.
-        ready: returns when the pages are complete; None: they are.
+        ready: returns when the pages are complete; None: they are complete already.
         after: on a GPU, events to wait for as well; None: see `pack`.
         on_stored, on_done: see `PendingStore`.
         copy_first: copy all chunks before asking tiers outside this process what they lack.

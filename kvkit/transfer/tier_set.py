@@ -40,7 +40,7 @@ QUARANTINE_S = 600.0
 """Seconds in quarantine. After that, reads and removal are tried again."""
 
 MAX_QUARANTINED = 4096
-"""Maximum over all tiers. Beyond that, the oldest are forgotten, which costs a load that ends early."""
+"""Maximum records over all tiers. Beyond it, the oldest are forgotten, and a load of one ends early."""
 
 
 class TierJob(Protocol):
@@ -53,7 +53,7 @@ class TierJob(Protocol):
     def lease(self) -> Lease: ...
 
     def done(self, error: BaseException | None) -> None:
-        """Take the report that the tier has moved the record, or failed. Called once, from any thread."""
+        """Handle the tier's report that it moved the record or failed. Called once, from any thread."""
 
 
 class TierSet:
@@ -106,10 +106,10 @@ class TierSet:
     def subscribe(self, tiers: Sequence[str], held_listener: TierHeldListener) -> bool:
         """Report what `tiers` hold: now, and as records are put, found, evicted, dropped and deleted.
 
-        If a tier does not report by itself, what it answers is reported.
+        If a tier does not report by itself, its answers to lookups and reads are reported.
 
         Returns:
-            True if the reports cover all they hold: no other host uses these tiers. Otherwise existing
+            True if the reports cover all records held: no other host uses these tiers. Otherwise existing
                 records may be left out, and a server's evictions are reported when a lookup or a read misses.
         """
         self._listeners = {name: partial(held_listener, name) for name in tiers}
@@ -118,12 +118,12 @@ class TierSet:
     def owned_by_rank(self, tier: str, chunks: Chunks, number: int) -> bool:
         """Return whether this rank moves chunk `number` of `chunks` to and from a tier.
 
-        For a tier common to ranks with equal KV, each rank moves every nth chunk.
+        If n ranks with equal KV share the tier, each of them moves every nth chunk.
         """
         return not self.tiers[tier].shared_by_ranks or (chunks.first + number) % self.copies == self.copy
 
     def storage_name(self, tier: str, name: str) -> str:
-        """Return a record's name where records of all tiers are kept together."""
+        """Return a record's name among records of all tiers, which includes the tier's precision."""
         precision = self.tiers[tier].precision
         return name if precision is None else quantised_name(name, precision)
 
@@ -132,14 +132,14 @@ class TierSet:
         return self.prefetched.take(self.storage_name(tier, name)) or self.tiers[tier].borrow(name)
 
     def get(self, tier: str, jobs: Sequence[TierJob]) -> None:
-        """Start reading records into their slots; each job is done once."""
+        """Start reading records into their slots; each job's `done` is called once."""
         call = _Call(self, tier, "get", jobs)
         with self._lock:
             self.reads_began[tier][call] = call.began
         call.start(jobs, self.tiers[tier].get)
 
     def put(self, tier: str, jobs: Sequence[TierJob]) -> None:
-        """Start writing records, except those in quarantine; each job is done once."""
+        """Start writing records, except those in quarantine; each job's `done` is called once."""
         now, accepted = time.monotonic(), list[TierJob]()
         for job in jobs:
             if self.quarantine.before(tier, [job.name], now):
@@ -167,7 +167,7 @@ class TierSet:
         """Return the result of `call`, within `timeout_s` (None: the cache's) for tiers outside this process.
 
         Raises:
-            TimeoutError: such a tier is late.
+            TimeoutError: such a tier did not answer in time.
         """
         tier = self.tiers[name]
         if tier.in_memory:
@@ -196,7 +196,7 @@ class TierSet:
                 self._listeners[tier]((name,), False)
 
     def pin(self, tier: str, chunks: Chunks, seconds: float) -> int:
-        """Pin chunks and their snapshots in a tier; return the tokens it pinned, 0 if it fails."""
+        """Pin chunks and their snapshots in a tier; return the number of pinned tokens, 0 if it fails."""
         if self.circuit_open(tier):
             return 0
         held = self._number(tier, lambda target: target.pin(chunks.names, seconds))
@@ -252,7 +252,7 @@ class TierSet:
             workers.close(0.0)
 
     def notify(self, tier: str, names: Sequence[str], held: bool) -> None:
-        """Tell the listener of `subscribe` what a tier answered, if the tier does not report by itself."""
+        """Report a tier's answer to the listener of `subscribe`, unless the tier reports by itself."""
         if tier in self._listeners and not self.tiers[tier].reports_evictions:
             self._listeners[tier](names, held)
 
@@ -261,7 +261,7 @@ class TierSet:
         return not self.circuit_open(tier) and self.health[tier].usable(time.monotonic())
 
     def circuit_open(self, tier: str) -> bool:
-        """Return whether a tier's circuit is open, for callers with a plan already. Changes nothing.
+        """Return whether a tier's circuit is open, for callers that have a plan already. Changes nothing.
 
         The circuit stays open while late reads hold slots: each trial would take as many more.
         """
@@ -361,7 +361,7 @@ class _Call:
         self._tiers = tiers
         self._tier = tier
         self._direction = direction
-        # shares: when the tier reports, it has released its own, and another record may lie in the slot
+        # shares keep each slot: the tier releases its own share before it reports
         self._unreported = {job.name: (job, job.lease.share()) for job in jobs}
         self._records, self._bytes = len(jobs), 0
         self._lock = threading.Lock()

@@ -1,4 +1,4 @@
-"""Compiles and loads the kernels of the first load and store before a request waits for them."""
+"""Compile and load the kernels of the first load and store before a request waits for them."""
 
 from __future__ import annotations
 

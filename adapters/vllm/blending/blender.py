@@ -88,7 +88,7 @@ class QuestionAttention:
         self.layers = layers
         self._first_layer = max(0, layers - (needs.last or layers))
         self._pages, self._blocks, self._needs = pages, blocks, needs
-        self._question, self._tokens = int(plan.question[0]), plan.tokens
+        self._query_start, self._tokens = int(plan.query[0]), plan.tokens
         self._head_scores: dict[int, torch.Tensor] = {}  # [Hq, N] by layer
         self._rows: dict[tuple[int, int, bytes], Rows] = {}
         self._scores: torch.Tensor | None = None
@@ -97,7 +97,7 @@ class QuestionAttention:
     def add_queries(self, index: int, q: torch.Tensor, positions: NDArray[np.int64]) -> None:
         """Add the attention of queries [M, Hq, D] of some rows in layer `index`. K and V must be written."""
         layer = self._pages.layers[index]
-        first = int(np.searchsorted(positions, self._question))  # the question comes last
+        first = int(np.searchsorted(positions, self._query_start))  # the question comes last
         if not self._first_layer <= layer.number < self.layers or first == len(positions):
             return
         k, v, table = self._pages.read(index, self._blocks, self._tokens)

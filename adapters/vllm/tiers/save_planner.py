@@ -90,10 +90,10 @@ class SavePlanner(Planner):
             saved      [-------- before -------[--- now ---[
                                                first       stop
 
-        Blocks that a sliding window has left may be missing (-1), even in the first chunk to save: those that
-        are a window before the tokens computed when that chunk was begun. A reader resumes at the chunk's end
-        or later, and its window begins after the missing blocks: the zeros in their place are never read.
-        Earlier chunks may have larger gaps, and are not saved.
+        Blocks that a sliding window has left may be missing (-1). The first chunk to save may lack those that
+        the window had left before this step. A reader resumes at the chunk's end or later, and its window
+        begins after the missing blocks, so the zeros in their place are never read. Earlier chunks may lack
+        more blocks, and are not saved.
         """
         chunk = self._config.chunk_tokens
         for state, tokens in scheduled:

@@ -6,7 +6,7 @@ are chosen by window, so that neighbours are recomputed together; here windows h
 overlap. The paper's shared prefixes are `precompute(document, prefix)` here. The paper also fine-tunes the
 auxiliary model.
 
-Input: an auxiliary model's attention. Costs no rows: the auxiliary model reads the whole prompt, elsewhere.
+Input: an auxiliary model's attention. Costs no rows of the blended model.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ WINDOW = 8
 
 
 def scores(view: View) -> NDArray[np.float64]:
-    """Score each token by the mean over its window's free tokens; spans begin with a new window."""
+    """Score each token by its window's mean over tokens that may be chosen; spans begin with a new window."""
     window = np.cumsum(view.offsets % WINDOW == 0)
     attention = np.bincount(window, view.seen.mean(0) * view.free)
     mean: NDArray[np.float64] = (attention / np.maximum(np.bincount(window, view.free), 1))[window]

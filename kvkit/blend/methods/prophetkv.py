@@ -3,7 +3,7 @@
 Wang et al., "ProphetKV: User-Query-Driven Selective Recomputation for Efficient KV Cache Reuse in
 Retrieval-Augmented Generation" (ICML 2026), https://arxiv.org/abs/2602.02579: the question runs over the KV
 as it was found, the attention of all layers is fused to one set of tokens, and these are recomputed in all
-layers. The paper's way of fusing was not available: the mean is used here.
+layers. The paper's fusion function was not available: this file uses the mean.
 
 Input: the question's attention in every layer. Costs computed rows * all layers.
 """

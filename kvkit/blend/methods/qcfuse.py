@@ -8,8 +8,8 @@ keys, which attract attention (Devoto et al., https://arxiv.org/abs/2406.11430),
 paper profiles each model for its critical layers: here these are three layers a little past the middle, as in
 the paper's four models.
 
-Input: the question's attention in three layers. Costs computed rows * 0.6 of the layers. Its saving, that not
-all KV is needed before the choice, is not counted in rows.
+Input: the question's attention in three layers. Costs computed rows * 0.6 of the layers. The
+choice does not need all KV, which saves time; the number of rows does not show it.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Blending methods by name: kvkit's, each a file of this folder, and yours as "package.module:name"."""
+"""Blending methods by name: kvkit's own, a file each, and other packages' as "package.module:name"."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ METHODS: Mapping[str, BlendMethod] = {
 }
 
 
-def named(name: str) -> BlendMethod:
+def method_named(name: str) -> BlendMethod:
     """Return the method of this name; import it if it is in another package.
 
     Raises:
@@ -55,12 +55,12 @@ def named(name: str) -> BlendMethod:
 
 
 def served(name: str) -> str:
-    """Return `name` if an engine can serve the method: it needs the question's attention, or nothing.
+    """Return `name` if an engine can serve its method, which needs the question's attention or nothing.
 
     Raises:
         ValueError: there is no such method, or it needs something else.
     """
-    if _is_served(method := named(name)):
+    if _is_served(method := method_named(name)):
         return name
     choices = ", ".join(known for known, other in METHODS.items() if _is_served(other))
     raise ValueError(f"method={name!r}: needs {method.needs}, want one of {choices}")

@@ -160,7 +160,7 @@ def _ended(out: Outgoing, error: str | None) -> Outgoing:
 
 
 def _unexpected_answer(out: Outgoing) -> Transition:
-    """Ignore an answer to a transfer that has ended: it was sent before. Any other is an error."""
+    """Ignore an answer to an ended transfer, sent before its end. Raises Unexpected for any other."""
     if out.stage is Stage.ENDED:
         return out, ()
     raise Unexpected(f"transfer {out.id} is {out.stage}: this answer is not expected")

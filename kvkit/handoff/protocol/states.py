@@ -194,7 +194,7 @@ def reserve(
     """
     elsewhere_indices = frozenset(i for i, name in enumerate(names) if name in elsewhere)
     request = request or RequestRef(transfer)
-    others = [] if request.id == transfer else parts_of(buffer, request.id)
+    others = [] if request.id == transfer else transfers_of(buffer, request.id)
     required_slots = (
         len(names) - len(elsewhere_indices) + sum(len(part.names) - len(part.elsewhere) for part in others)
     )
@@ -256,7 +256,7 @@ def commit(buffer: Buffer, transfer: str, peer: Hashable, missing: Collection[in
     rest = incoming.own - keep
     committed = replace(incoming, phase=Phase.COMMITTED, own=incoming.arrived)
     changed = replace(_put(buffer, committed), held=held, lent=buffer.lent + len(rest))
-    parts = parts_of(changed, incoming.request.id)
+    parts = transfers_of(changed, incoming.request.id)
     # no deadline while it waits for the other parts to be committed
     incomplete = any(part.phase is not Phase.COMMITTED for part in parts)
     for part in [committed] if incomplete else parts:
@@ -277,10 +277,10 @@ def cancel(buffer: Buffer, transfer: str, peer: Hashable, now: float) -> Transit
 
 def release(buffer: Buffer, request_id: str, reason: str, now: float) -> Transition:
     """End a request that this node no longer needs. Does nothing if it is over."""
-    return _end(buffer, parts_of(buffer, request_id), reason, now)
+    return _end(buffer, transfers_of(buffer, request_id), reason, now)
 
 
-def parts_of(buffer: Buffer, request_id: str) -> list[Incoming]:
+def transfers_of(buffer: Buffer, request_id: str) -> list[Incoming]:
     """Return the transfers of a request that have arrived and are not over."""
     transfer_ids = buffer.requests.get(request_id, (request_id,))
     return [buffer.transfers[transfer] for transfer in transfer_ids if transfer in buffer.transfers]
@@ -356,7 +356,7 @@ def check_integrity(buffer: Buffer) -> None:
         buffer.requests.keys() == {t.request.id for t in buffer.transfers.values()} - buffer.transfers.keys()
     )
     for request_id in buffer.requests:
-        parts = parts_of(buffer, request_id)
+        parts = transfers_of(buffer, request_id)
         waiting = [part for part in parts if part.phase is Phase.WAITING]
         assert {part.request for part in parts} == {parts[0].request}, buffer
         assert waiting == parts or (not waiting and len(parts) == parts[0].request.parts), buffer
@@ -383,7 +383,7 @@ def _admit(buffer: Buffer, now: float) -> Transition:
     """Admit waiting requests, in the order in which their last parts arrived, until one does not fit."""
     actions: list[Action] = []
     for last in [t for t in buffer.transfers.values() if t.phase is Phase.WAITING]:
-        parts = parts_of(buffer, last.request.id)
+        parts = transfers_of(buffer, last.request.id)
         if len(parts) < last.request.parts or parts[-1] is not last:
             continue
         admitted = []
@@ -412,7 +412,7 @@ def _end(buffer: Buffer, ending: Sequence[Incoming], reason: str, now: float) ->
     requests = dict(buffer.requests)
     reasons = {transfer.id: reason for transfer in ending}
     for transfer in ending:
-        for part in parts_of(buffer, transfer.request.id):
+        for part in transfers_of(buffer, transfer.request.id):
             reasons.setdefault(part.id, f"another part of it: {reason}")
         requests.pop(transfer.request.id, None)
     actions: list[Action] = []

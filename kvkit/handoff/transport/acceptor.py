@@ -14,8 +14,8 @@ from kvkit.handoff.transport.link import Link
 
 log = logging.getLogger(__name__)
 
-MAX_STRANGERS = 32
-"""Most unauthenticated connections at one address; each takes a thread and a descriptor."""
+MAX_UNAUTHENTICATED = 32
+"""Maximum unauthenticated connections at one address; each takes a thread and a descriptor."""
 
 HANDSHAKE_S = 10.0
 """Seconds that a peer may take to authenticate."""
@@ -37,8 +37,9 @@ class UnauthenticatedPeer:
 class Acceptor:
     """Accepts peers, in a thread of its own.
 
-    If `MAX_STRANGERS` unauthenticated peers are connected, a new one replaces the oldest one from the host
-    with most of them, once that one has had `GRACE_S`; until then the new one waits in the system's queue.
+    If `MAX_UNAUTHENTICATED` unauthenticated peers are connected, a new peer replaces one of them: the oldest
+    of the host that has the most, once it has been connected for `GRACE_S` seconds. Until then, the new peer
+    waits.
     Neither a peer nor a shortage of threads or descriptors can end the acceptor's thread.
 
     Args:
@@ -99,8 +100,8 @@ class Acceptor:
         self._peers.append(UnauthenticatedPeer(link, channel.peer.rpartition(":")[0], time.monotonic()))
 
     def _make_room(self) -> None:
-        """Wait until fewer than `MAX_STRANGERS` unauthenticated peers are connected, and disconnect some."""
-        while len(peers := self._unauthenticated()) >= MAX_STRANGERS and not self._closed.is_set():
+        """Disconnect peers until fewer than `MAX_UNAUTHENTICATED` unauthenticated ones are connected."""
+        while len(peers := self._unauthenticated()) >= MAX_UNAUTHENTICATED and not self._closed.is_set():
             sources = Counter(peer.source for peer in peers)
             evicted = max(peers, key=lambda peer: sources[peer.source])  # the oldest one
             grace_s = evicted.since + GRACE_S - time.monotonic()

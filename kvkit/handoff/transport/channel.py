@@ -136,7 +136,7 @@ class Channel:
 
         Raises:
             ChannelIdle: no frame began within `wait_s` seconds.
-            ChannelError: no whole frame arrived. (After a failed `send`, frames that arrived are returned.)
+            ChannelError: no whole frame arrived. After a failed `send`, arrived frames are returned first.
         """
         idle_deadline = time.monotonic() + wait_s
         with self._receiving:
@@ -258,7 +258,7 @@ class Channel:
             if body_bytes > limit:
                 raise FrameError(f"{self.peer}: a body of {body_bytes} bytes, want at most {limit}")
             if payload_bytes and not self.trusted:
-                raise FrameError(f"{self.peer}: a payload before it proved itself")
+                raise FrameError(f"{self.peer}: a payload before it was authenticated")
             body = self._stream.take(body_bytes, deadline)
             return self._complete(body, payload_bytes, target_of, deadline)
         except ChannelIdle:

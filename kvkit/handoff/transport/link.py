@@ -1,4 +1,4 @@
-"""Connection to a peer: one thread that shakes hands and then reads, and one that writes from a queue.
+"""Connection to a peer: one thread does the handshake and then reads, another writes from a queue.
 
 No caller waits for the peer: messages are queued. A peer that does not read is disconnected when a frame
 takes too long, or when too much is queued for it.
@@ -26,7 +26,7 @@ from kvkit.staging import Lease, Staging
 log = logging.getLogger(__name__)
 
 MAX_QUEUED_BYTES = 32 << 20
-"""Most bytes queued for a peer: the bodies of messages, and `ITEM_BYTES` for each of them."""
+"""Maximum bytes queued for a peer: the bodies of messages, and `ITEM_BYTES` for each of them."""
 
 ITEM_BYTES = 768
 """Bytes that a queued message takes besides its body."""
@@ -192,7 +192,7 @@ class Link:
                 thread.join(timeout_s)
 
     def _enqueue(self, message: messages.Message, item: _Item) -> None:
-        """Queue an item. After an error the threads end the link: callers may hold locks of the handler."""
+        """Queue an item. On an error, the link's thread ends it: callers may hold the handler's locks."""
         failure: Exception | None = None
         try:
             item.body = encode(message)

@@ -21,11 +21,11 @@ PRIORITY_SHIFT = 56
 LONGEST_PIN_S = 10 * 365 * 86400.0
 _MOST_CHANGES = 1 << 62
 _ORDERED_SHARE = 64
-"""An eviction order has 1/_ORDERED_SHARE of all records: making one takes a pass over every record."""
+"""An eviction order has 1/_ORDERED_SHARE of all records, because making one takes a pass over them all."""
 
 
 class PoolIndex:
-    """The index of the records in `slots` slots. Callers hold the pool's mutex, except to make one.
+    """The index of the records in `slots` slots. Callers hold the pool's mutex, except for the constructor.
 
     Attributes:
         slot_of: slot of each record, by name.
@@ -94,7 +94,7 @@ class PoolIndex:
             self._add_to_order(slot)
 
     def _add_to_order(self, slot: int) -> None:
-        """Add a slot to the eviction order if it has ranks this high. `evict` checks the other conditions."""
+        """Add a slot to the eviction order if that covers its rank. `evict` checks the other conditions."""
         rank = self._rank(slot)
         if self._file.held[slot] and rank <= self._ordered:
             insort(self._order, (-rank, slot))
@@ -104,14 +104,14 @@ class PoolIndex:
         return (int(self._file.held[slot]) << PRIORITY_SHIFT) + int(self._file.last[slot])
 
     def set_held(self, slot: int, held: int) -> None:
-        """Log that a slot changes, then set `held`: after a death in between, others find nothing changed."""
+        """Log that a slot changes, then set `held`: if this process dies in between, nothing has changed."""
         self._file.log[self._seen % self._slots] = slot
         self._file.changes[0] = self._seen + 1
         self._file.held[slot] = held
         self.catch_up()
 
     def clear_children(self, slot: int) -> None:
-        """Clear the parent of each record that followed the old record of a slot, which gets a new one."""
+        """Clear the parent of each record that followed a slot's old record: the slot gets a new one."""
         if self._followers[slot + 1]:
             for child in np.flatnonzero((self._parents == slot + 1) & (self._file.held != 0)).tolist():
                 self._file.parents[child] = 0

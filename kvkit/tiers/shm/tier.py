@@ -95,7 +95,7 @@ class ShmTier(Tier):
             try:
                 if pool_error:
                     raise pool_error
-                # here, in the order of the names, so that the pool has the parent of each record
+                # taken here, in the order of the names, so that the pool has each record's parent
                 slot = self._call(partial(self._take, name, share))
             except OSError as error:
                 if not isinstance(error, TierFull | DamagedObject):
