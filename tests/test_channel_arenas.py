@@ -174,7 +174,9 @@ def test_who_connects_can_pass_nothing(tmp_path: Path, arena: Staging, trusted: 
         peer = Raw(listener)
         peer.channel.trusted = trusted
         offer(peer.socket, [arena.descriptor], SLOT_BYTES, 4)
-        with pytest.raises(FrameError, match=r"shares an invalid arena|a payload before it proved"):
+        with pytest.raises(
+            FrameError, match=r"shares an invalid arena|a payload before it was authenticated"
+        ):
             peer.channel.receive(nowhere, DEADLINE_S)
         assert not peer.channel.one_sided
         assert open_descriptors() == before + 2

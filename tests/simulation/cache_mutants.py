@@ -316,7 +316,7 @@ CACHE_MUTANTS = (
         "what is promised is asked after the tiers: what ended in between is missed",
         LOOKUP,
         """\
-    pending = tiers.pending_stores.among(chunks.names)  # before asking tiers: they have what ends since
+    pending = tiers.pending_stores.among(chunks.names)  # first: what ends meanwhile is found in a tier
     plan = find(tiers, chunks, RetrievePlan(len(chunks)), sought=sought)
 """,
         """\
