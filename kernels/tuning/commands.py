@@ -196,7 +196,7 @@ def _trials_path(device: str) -> Path:
 
 def _report(choice: TuneChoice, report: TuneReport, wide: bool) -> None:
     from kvkit.kernels.tuning import trials
-    from kvkit.observe.terminal import tell
+    from kvkit.observe.terminal import print_text
 
     device = choice.device_name()
     if report.show:
@@ -222,7 +222,7 @@ def _report(choice: TuneChoice, report: TuneReport, wide: bool) -> None:
             lines = [line for line in lines if {line["operation"], line["op"]} & set(choice.op)]
         if report.csv:
             trials.write_csv(report.csv, lines)
-            tell(f"trials: {report.csv}")
+            print_text(f"trials: {report.csv}")
     except OSError as error:
         sys.exit(str(error))
     if report.explain:
@@ -259,11 +259,11 @@ def _show_tuned(name: str, wide: bool) -> None:
 
     from kvkit.environment import slug_of
     from kvkit.kernels.tuning.tables import load_table
-    from kvkit.observe.terminal import show, tell
+    from kvkit.observe.terminal import show, print_text
 
     table = load_table(slug_of(name))
     if not table:
-        tell(f"{name}: nothing is tuned")
+        print_text(f"{name}: nothing is tuned")
         return
     builds = ("compiler", "source") if wide else ()
     numbers = (Column(head, justify="right") for head in ("µs", "default µs"))

@@ -103,7 +103,7 @@ def bench_blend(
     from kvkit.lab.quality.judge import METHODS, Judge, load_auxiliary, method_named
     from kvkit.lab.quality.tasks.registry import SETS, TASKS, named
     from kvkit.observe.progress import counted, timed
-    from kvkit.observe.terminal import show, tell
+    from kvkit.observe.terminal import show, print_text
 
     import_from_here()  # custom methods
     chosen = [name.strip() for name in methods.split(";") if name.strip()] or list(METHODS)
@@ -127,10 +127,10 @@ def bench_blend(
     means = quality.overall(entries)
     show(quality.table("mean", means, results.wide), console)
     write_figures(json_path, command="kvkit bench blend", **settings, sets=summary, overall=means)
-    tell(f"figures: {json_path}", console)
+    print_text(f"figures: {json_path}", console)
     if png_path is not None:
         quality.draw(summary, png_path)
-        tell(f"picture: {png_path}", console)
+        print_text(f"picture: {png_path}", console)
 
 
 @bench.command("serve")

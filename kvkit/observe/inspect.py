@@ -18,7 +18,7 @@ from kvkit.format.arrays import MAX_METADATA_BYTES, MetadataError
 from kvkit.format.names import METADATA, array_name, exact_name, record_name
 from kvkit.format.record import ALIGN, PIECE_BYTES, Damage, RecordError
 from kvkit.format.urls import shown
-from kvkit.observe.progress import Say
+from kvkit.observe.progress import Report
 from kvkit.staging import Staging
 from kvkit.tiers.base import DamagedObject, ObjectStore, Ranges, TierError
 from kvkit.tiers.folder import Folder
@@ -93,7 +93,7 @@ class _Stored:
     folder: str | None = None  # in which each object is a file of its name
 
 
-def list_store(url: str, report: Say = lambda text: None) -> Iterator[tuple[ArrayListing, bool]]:
+def list_store(url: str, report: Report = lambda text: None) -> Iterator[tuple[ArrayListing, bool]]:
     """List the store at `url`, which may be any `url` of a tier, as `list_tier` does."""
     return list_tier(shown(url), tier_of(url), report)
 
@@ -118,7 +118,7 @@ def list_records(name: str, config: TierConfig) -> Iterator[StoredRecord]:
 
 
 def list_tier(
-    name: str, config: TierConfig, report: Say = lambda text: None
+    name: str, config: TierConfig, report: Report = lambda text: None
 ) -> Iterator[tuple[ArrayListing, bool]]:
     """Read and verify every record of a tier, on all of its paths; change nothing.
 

@@ -11,13 +11,13 @@ from rich.console import Console
 from kvkit.environment import printable
 
 T = TypeVar("T")
-Say = Callable[[str], None]
+Report = Callable[[str], None]
 
 EVERY_S = 5.0
 """Time between two lines, in seconds."""
 
 
-def timed(console: Console) -> Say:
+def timed(console: Console) -> Report:
     """Make a function that prints a line, preceded by the seconds since this call."""
     began = time.monotonic()
 
@@ -28,7 +28,7 @@ def timed(console: Console) -> Say:
     return report
 
 
-def spaced(report: Say, every_s: float = EVERY_S) -> Say:
+def spaced(report: Report, every_s: float = EVERY_S) -> Report:
     """Make a function that passes at most one line per `every_s` seconds to `report`, none at the start."""
     last_s = time.monotonic()
 
@@ -41,7 +41,7 @@ def spaced(report: Say, every_s: float = EVERY_S) -> Say:
     return report_seldom
 
 
-def counted(work: Iterable[T], label: str, total: int, report: Say, every_s: float = EVERY_S) -> Iterator[T]:
+def counted(work: Iterable[T], label: str, total: int, report: Report, every_s: float = EVERY_S) -> Iterator[T]:
     """Yield the results of `work`, and report every `every_s` seconds how many of `total` are done."""
     report_seldom = spaced(report, every_s)
     for number, result in enumerate(work, 1):

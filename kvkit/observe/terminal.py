@@ -69,7 +69,7 @@ def is_endless(console: Console) -> bool:
     return not console.is_terminal and not os.environ.get("COLUMNS", "").isdigit()
 
 
-def tell(text: str, console: Console | None = None) -> None:
+def print_text(text: str, console: Console | None = None) -> None:
     """Print a text unchanged: without markup, highlighting or added line breaks."""
     (console or Console()).print(text, markup=False, highlight=False, soft_wrap=True)
 

@@ -16,7 +16,7 @@ from kvkit.kernels.tuning.gpus import GPUS
 from kvkit.lab.compiling.keys import compile_keyed
 from kvkit.lab.compiling.report import as_json, shown
 from kvkit.observe.progress import counted, timed
-from kvkit.observe.terminal import show, tell
+from kvkit.observe.terminal import show, print_text
 from kvkit.settings import CommandError
 
 
@@ -48,4 +48,4 @@ def compile_all(
     print(f"{len(jobs)} configurations, {len(flawed)} of them not worth a run")
     if json_path:
         json_path.write_text(json.dumps(as_json(reports, problems), indent=1) + "\n")
-        tell(f"figures: {json_path}")
+        print_text(f"figures: {json_path}")

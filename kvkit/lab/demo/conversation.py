@@ -19,7 +19,7 @@ from rich.table import Table
 from kvkit.adapters.huggingface import smollm2
 from kvkit.lab.files import BenchError, check_folders, load_model, model_folder, write_figures
 from kvkit.observe.progress import timed
-from kvkit.observe.terminal import show, tell
+from kvkit.observe.terminal import show, print_text
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -67,8 +67,8 @@ def run(model: str | None, json_path: Path, png_path: Path, console: Console) ->
     turns = {"turns": list(map(asdict, second)), "first_process": list(map(asdict, first))}
     write_figures(json_path, command="kvkit demo", model=model or smollm2.NAME, **turns)
     picture(first, second).savefig(png_path, dpi=110)
-    tell(f"figures: {json_path}", console)
-    tell(f"picture: {png_path}", console)
+    print_text(f"figures: {json_path}", console)
+    print_text(f"picture: {png_path}", console)
     if not all(turn.identical for turn in second):
         raise BenchError("the text with kvkit differs from the text without it")
     return second
@@ -190,11 +190,11 @@ def render_text(tokenizer: Any, history: list[dict[str, str]]) -> str:
 
 def _run_process(title: str, folder: str, store: str, compare: bool, console: Console) -> list[Turn]:
     console.rule(title)
-    turns, say = [], timed(console)
-    say("starting")
+    turns, report = [], timed(console)
+    report("starting")
     for event in _events([folder, store, str(int(compare))]):
         if "status" in event:
-            say(event["status"])
+            report(event["status"])
         else:
             turn = Turn(**event["turn"])
             turns.append(turn)

@@ -28,8 +28,8 @@ from kvkit.lab.serve.client import Completion, Target, ask, connect, loaded_toke
 from kvkit.lab.serve.systems import Setup, ended_by_sigterm, missing, routed, started
 from kvkit.lab.serve.workloads import chat
 from kvkit.lab.simulate.report import panels
-from kvkit.observe.progress import Say, timed
-from kvkit.observe.terminal import show, tell
+from kvkit.observe.progress import Report, timed
+from kvkit.observe.terminal import show, print_text
 
 TURNS = 4
 WORDS = 1600
@@ -85,16 +85,16 @@ def run(
         console.print(share.words, highlight=False, soft_wrap=True)
         chosen = (*share.options, *options)
         setup = Setup(name, 1, None, chosen, folder, cores=half, memory=share.words)
-        say = timed(console)
-        say("starting plain vLLM")
+        report = timed(console)
+        report("starting plain vLLM")
         with started("plain", setup) as url:
-            plain = [answer for answer, _ in converse(connect("plain", url), [], say)]
+            plain = [answer for answer, _ in converse(connect("plain", url), [], report)]
         with ExitStack() as stack:
             urls = []
             texts = settings(flow, address, folder / "pool")
             for (role, text), cores in zip(texts.items(), (half, other), strict=True):
                 (folder / role).mkdir()
-                say(f"starting the engine for {role}")
+                report(f"starting the engine for {role}")
                 config = folder / role / "kvkit.toml"
                 config.write_text(text)
                 engine = replace(setup, config=config, folder=folder / role, cores=cores)
@@ -102,16 +102,16 @@ def run(
             prefill, decode = urls
             router = stack.enter_context(routed(prefill, decode, folder, address))
             engines = [connect("P", prefill), connect("D", decode)]
-            pd = converse(connect("router", router), engines, say)
+            pd = converse(connect("router", router), engines, report)
     turns = [
         PdTurn(a.prompt_tokens, prefill_hits, decode_received, a.ttft_s, p.ttft_s, a.text == p.text)
         for (a, (prefill_hits, decode_received)), p in zip(pd, plain, strict=True)
     ]
     show(table(turns), console)
     write_figures(json_path, flow=flow, turns=[asdict(turn) for turn in turns])
-    tell(f"figures: {json_path}", console)
+    print_text(f"figures: {json_path}", console)
     draw(turns, png_path)
-    tell(f"picture: {png_path}", console)
+    print_text(f"picture: {png_path}", console)
     return turns
 
 
@@ -144,7 +144,7 @@ def _policy(retrieve_from: list[str], store_to: list[str]) -> str:
 
 
 def converse(
-    server: Target, engines: Sequence[Target], say: Say
+    server: Target, engines: Sequence[Target], report: Report
 ) -> list[tuple[Completion, list[dict[str, int]]]]:
     """Hold the conversation; returns for each turn the answer and the tokens each engine loaded, by tier.
 
@@ -156,7 +156,7 @@ def converse(
     before = [loaded_tokens(engine) for engine in engines]
     for number, request in enumerate(chat(0, TURNS, WORDS, TURNS), 1):
         history += request.text
-        say(f"{server.name}: turn {number} of {TURNS}")
+        report(f"{server.name}: turn {number} of {TURNS}")
         answer = ask(server, request, history, _TIMEOUT_S)
         if answer.error is not None:
             raise BenchError(f"turn {number} of {server.name}: {answer.error}")

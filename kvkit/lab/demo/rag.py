@@ -38,8 +38,8 @@ from kvkit.lab.serve.systems import (
     started,
 )
 from kvkit.lab.serve.workloads import NAMES, CompletionRequest, told
-from kvkit.observe.progress import Say, timed
-from kvkit.observe.terminal import show, tell
+from kvkit.observe.progress import Report, timed
+from kvkit.observe.terminal import show, print_text
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -108,13 +108,13 @@ def run(model: str | None, vllm: str, json_path: Path, png_path: Path, console: 
         tokenizer = load_tokenizer(name)
         documents = texts(tokenizer)
         warm = turn_request(tokenizer, documents[len(CODES) :], [], 0)
-        say = timed(console)
-        say("starting plain vLLM")
+        report = timed(console)
+        report("starting plain vLLM")
         with started("plain", setup) as url:
-            plain = converse(connect("plain", url), tokenizer, documents[: len(CODES)], warm, say)
-        say("starting vLLM that blends")
+            plain = converse(connect("plain", url), tokenizer, documents[: len(CODES)], warm, report)
+        report("starting vLLM that blends")
         with started("kvkit-blend", setup) as url:
-            turns = replay(replace(connect("kvkit", url), blends=True), plain, warm, say)
+            turns = replay(replace(connect("kvkit", url), blends=True), plain, warm, report)
     for number, turn in enumerate(turns):
         console.print(f"[bold]{_question(number)}[/bold] {escape(turn.answer.strip())}", highlight=False)
     show(table(turns), console)
@@ -125,26 +125,26 @@ def run(model: str | None, vllm: str, json_path: Path, png_path: Path, console: 
         turns=[asdict(turn) | {"identical": turn.identical} for turn in turns],
     )
     picture(turns).savefig(png_path, dpi=110)
-    tell(f"figures: {json_path}", console)
-    tell(f"picture: {png_path}", console)
+    print_text(f"figures: {json_path}", console)
+    print_text(f"picture: {png_path}", console)
     return turns
 
 
 def converse(
-    server: Target, tokenizer: Any, documents: Sequence[str], warm: CompletionRequest, say: Say
+    server: Target, tokenizer: Any, documents: Sequence[str], warm: CompletionRequest, report: Report
 ) -> list[tuple[CompletionRequest, Completion]]:
     """Warm up `server`, hold the conversation, and return the request and answer of each turn.
 
     Raises:
         BenchError: a request failed.
     """
-    say(f"{server.name}: warming up")
+    report(f"{server.name}: warming up")
     _answer(server, warm)
     history: list[dict[str, str]] = []
     turns = []
     for number, order in enumerate(ORDERS):
         request = turn_request(tokenizer, [documents[d] for d in order], history, number)
-        say(f"{server.name}: turn {number + 1} of {len(ORDERS)}")
+        report(f"{server.name}: turn {number + 1} of {len(ORDERS)}")
         answer = _answer(server, request)
         turns.append((request, answer))
         answer_text = f"{_lead(number)}{answer.text.strip()}"
@@ -153,21 +153,21 @@ def converse(
 
 
 def replay(
-    server: Target, plain: Sequence[tuple[CompletionRequest, Completion]], warm: CompletionRequest, say: Say
+    server: Target, plain: Sequence[tuple[CompletionRequest, Completion]], warm: CompletionRequest, report: Report
 ) -> list[BlendTurn]:
     """Repeat a conversation over `server`, which blends; returns turns that compare both answers.
 
     Raises:
         BenchError: a request failed, or was not blended.
     """
-    say(f"{server.name}: warming up")
+    report(f"{server.name}: warming up")
     index(server, warm)
     _answer(server, warm)
-    say(f"{server.name}: computing the documents")
+    report(f"{server.name}: computing the documents")
     index(server, plain[0][0])
     turns = []
     for number, (request, cold) in enumerate(plain, 1):
-        say(f"{server.name}: turn {number} of {len(plain)}")
+        report(f"{server.name}: turn {number} of {len(plain)}")
         before = blend_tokens(server)
         answer = _answer(server, request)
         increase = blend_tokens(server) - before

@@ -26,7 +26,7 @@ from kvkit.lab.prove.verdict import (
     compare,
     judge,
 )
-from kvkit.observe.progress import Say, counted
+from kvkit.observe.progress import Report, counted
 
 MOST_CROWD = 200_000
 """Maximum tokens of the prompts that fill an engine's blocks; an engine with more room is not filled."""
@@ -64,7 +64,7 @@ class ToProve:
     failed: bool = False
 
 
-def run(proof: ToProve, say: Say) -> list[ScenarioVerdict]:
+def run(proof: ToProve, report: Report) -> list[ScenarioVerdict]:
     """Run all scenarios and return their verdicts, in order.
 
     Raises:
@@ -82,17 +82,17 @@ def run(proof: ToProve, say: Say) -> list[ScenarioVerdict]:
             beside = isinstance(proof.reference, EngineLaunch) and proof.reference.beside
             with opening([*engines, proof.engine], beside) as openers:
                 if beside:
-                    say(f"starting {len(engines) + 1} engines")
+                    report(f"starting {len(engines) + 1} engines")
                     openers[-1]()  # fails early if the engine to prove does not start
                 for changed, engine in enumerate(engines):
                     if not beside:
-                        say(f"{engine.name}: starting" if engine.is_own else f"{engine.name}: connecting")
+                        report(f"{engine.name}: starting" if engine.is_own else f"{engine.name}: connecting")
                     openers[changed]()
-                    _ask_reference(proof, engine, chosen, bool(changed), say)
+                    _ask_reference(proof, engine, chosen, bool(changed), report)
                     engine.close()
                 if not beside:
                     is_own = proof.engine.is_own
-                    say("starting the engine with the connector" if is_own else "connecting to the engine")
+                    report("starting the engine with the connector" if is_own else "connecting to the engine")
                     openers[-1]()
             proof.engine.watch(proof.folder / "found")
             if proof.engine.dtype not in ("", proof.dtype):
@@ -101,14 +101,14 @@ def run(proof: ToProve, say: Say) -> list[ScenarioVerdict]:
             if reason := _lacking(proof, scenario):
                 verdicts.append(ScenarioVerdict(scenario.name, "not run", reason))
             else:
-                say(f"{scenario.name}: begins")
+                report(f"{scenario.name}: begins")
                 verdicts.append(prove_scenario(proof, scenario))
-            say(
+            report(
                 f"{scenario.name}: {verdicts[-1].outcome}"
                 + (f", {verdicts[-1].why}" if verdicts[-1].why else "")
             )
             if verdicts[-1].log:
-                say(f"the engine's log ends:\n{verdicts[-1].log}")
+                report(f"the engine's log ends:\n{verdicts[-1].log}")
     return verdicts
 
 
@@ -136,12 +136,12 @@ def wanted(scenarios: Sequence[Scenario], changed: bool) -> set[tuple[str, bool]
 
 
 def _ask_reference(
-    proof: ToProve, engine: ProvedEngine, scenarios: Sequence[Scenario], changed: bool, say: Say
+    proof: ToProve, engine: ProvedEngine, scenarios: Sequence[Scenario], changed: bool, report: Report
 ) -> None:
     """Send the scenarios' prompts to an engine without the connector, one at a time. Mutates `proof`."""
     engine.watch(proof.folder / ("changed" if changed else "expected"))
     prompts = sorted(wanted(scenarios, changed))
-    for name, adapter in counted(prompts, f"{engine.name}: prompts", len(prompts), say):
+    for name, adapter in counted(prompts, f"{engine.name}: prompts", len(prompts), report):
         (reply,) = engine.ask([SentPrompt(tuple(proof.prompts[name]), adapter=adapter)])
         if reply.error is not None:
             raise BenchError(f"the reference does not answer: {reply.error}")

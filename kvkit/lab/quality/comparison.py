@@ -21,7 +21,7 @@ from kvkit.lab.quality.statistics import bootstrap, paired_p, resampled_means
 from kvkit.lab.quality.tasks.registry import SETS, samples
 from kvkit.lab.quality.tasks.sample import Encode, Sample
 from kvkit.lab.simulate.report import panels
-from kvkit.observe.progress import Say, counted
+from kvkit.observe.progress import Report, counted
 
 FIGURES = ("kl", "top1", "exact", "f1")
 BASELINE = "default .15"
@@ -178,7 +178,7 @@ def measure_gate(
     judge: Measuring,
     encode: Encode,
     names: Sequence[str],
-    say: Say,
+    report: Report,
     tokens: int = 768,
     count: int | None = None,
 ) -> dict[str, Any]:
@@ -186,7 +186,7 @@ def measure_gate(
 
     Args:
         names: names of the weights; the verdict is kept under each.
-        say: called every few seconds with the number of measured samples.
+        report: called every few seconds with the number of measured samples.
         count: samples per set; None: `GATE_SAMPLES`.
 
     Returns:
@@ -196,7 +196,7 @@ def measure_gate(
     samples_per_set = count or GATE_SAMPLES
     gate_samples = [sample for kind in SETS for sample in samples(kind, encode, samples_per_set, tokens)]
     work = (judge.measure(sample, methods) for sample in gate_samples)
-    measurements = list(counted(work, "samples", len(gate_samples), say))
+    measurements = list(counted(work, "samples", len(gate_samples), report))
     naive, ours = (np.array([measured[name]["kl"] for measured in measurements]) for name in GATE_METHODS)
     result = gate.decide(float(ours.mean()), float(naive.mean())) | {
         "kl_interval": list(bootstrap(ours)),

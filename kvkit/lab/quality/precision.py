@@ -17,7 +17,7 @@ from kvkit.lab.quality.judge import MeasuredModel, Measures, figures_of, load_me
 from kvkit.lab.quality.statistics import bootstrap
 from kvkit.lab.quality.tasks.registry import SETS, samples
 from kvkit.lab.quality.tasks.sample import Encode, Sample
-from kvkit.observe.progress import Say, counted
+from kvkit.observe.progress import Report, counted
 from kvkit.transfer import precision as gate
 
 GATE_SAMPLES, ROUNDS = 4, 4
@@ -78,7 +78,7 @@ def measure_gate(
     encode: Encode,
     names: Sequence[str],
     precision: Precision,
-    say: Say,
+    report: Report,
     tokens: int = 768,
 ) -> dict[str, Any]:
     """Measure a precision on `GATE_SAMPLES` samples of every set, and keep the verdict of `gate.decide`.
@@ -87,7 +87,7 @@ def measure_gate(
 
     Args:
         names: names of the weights; the verdict is kept under each.
-        say: called every few seconds with the number of measured samples of a round.
+        report: called every few seconds with the number of measured samples of a round.
 
     Returns:
         the verdict of `gate.decide`, with kl_interval, top1_interval, samples, sure, paths; exact, the share
@@ -105,7 +105,7 @@ def measure_gate(
         round_samples = [sample for one_set in samples_by_set for sample in one_set[number::ROUNDS]]
         work = (judge.measure(sample, [precision]) for sample in round_samples)
         measurements += counted(
-            work, f"samples, round {number + 1} of at most {ROUNDS}", len(round_samples), say
+            work, f"samples, round {number + 1} of at most {ROUNDS}", len(round_samples), report
         )
         kl, top1 = values_of(precision, "kl"), values_of(precision, "top1")
         intervals = bootstrap(kl), bootstrap(top1)

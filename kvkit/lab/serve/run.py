@@ -34,7 +34,7 @@ from kvkit.lab.serve.systems import (
 )
 from kvkit.lab.serve.workloads import WORKLOADS, CompletionRequest, Workload, arriving, document_qa
 from kvkit.lab.simulate.traces import trace_of
-from kvkit.observe.progress import Say
+from kvkit.observe.progress import Report
 from kvkit.observe.terminal import show
 
 TRACE = "trace"
@@ -57,8 +57,8 @@ def run(traffic: Traffic, targets: Targets, json_path: Path, png_path: Path | No
     options = split_options(targets.vllm)
     settings = None if targets.config is None else load_config(targets.config)
     chunk_tokens = CHUNK_TOKENS if settings is None else settings.chunk_tokens
-    say = partial(console.print, markup=False, highlight=False, soft_wrap=True)
-    chosen = _installed(systems, say)
+    report = partial(console.print, markup=False, highlight=False, soft_wrap=True)
+    chosen = _installed(systems, report)
     if not chosen and not urls:
         raise BenchError("nothing to measure: install vLLM, or name a server with --url")
     lost: dict[str, str] = {}
@@ -71,11 +71,11 @@ def run(traffic: Traffic, targets: Targets, json_path: Path, png_path: Path | No
         setup = Setup(name, targets.memory_gib, targets.config, options, Path(folder), chunk_tokens)
         if chosen:
             setup = _sized(setup, settings, chosen, targets.interleave)
-            say(setup.memory)
+            report(setup.memory)
         groups: list[Sequence[str | Target]] = [*([system] for system in chosen), running]
         if targets.interleave:
             groups = [[*chosen, *running]]
-        measurements = _measure_groups(groups, setup, {w: known[w] for w in workloads}, traffic, lost, say)
+        measurements = _measure_groups(groups, setup, {w: known[w] for w in workloads}, traffic, lost, report)
     results = [measurements[key] for key in product(workloads, names) if key in measurements]
     if results:
         for table in tables(results):
@@ -94,19 +94,19 @@ def run(traffic: Traffic, targets: Targets, json_path: Path, png_path: Path | No
             left_out=lost,
             **as_json(results),
         )
-        say(f"figures: {json_path}")
+        report(f"figures: {json_path}")
         if png_path is not None:
             draw(results, png_path)
-            say(f"picture: {png_path}")
+            report(f"picture: {png_path}")
     _check_complete(results, lost)
 
 
-def _installed(systems: Sequence[str], say: Say) -> list[str]:
+def _installed(systems: Sequence[str], report: Report) -> list[str]:
     """Return those of `systems` that are installed, and print why the others are left out."""
     chosen = []
     for system in systems:
         if reason := missing(system):
-            say(f"{system}: left out, {reason}")
+            report(f"{system}: left out, {reason}")
         else:
             chosen.append(system)
     return chosen
@@ -118,7 +118,7 @@ def _measure_groups(
     workloads: Mapping[str, Workload],
     traffic: Traffic,
     lost: dict[str, str],
-    say: Say,
+    report: Report,
 ) -> dict[tuple[str, str], Measured]:
     """Measure groups of servers, one after the other; returns all rounds by workload and server.
 
@@ -127,8 +127,8 @@ def _measure_groups(
     measurements: dict[tuple[str, str], Measured] = {}
     for servers in groups:
         with ExitStack() as stack:
-            ready = _start_all(servers, setup, stack, lost, say)
-            for measured in measure(ready, workloads, traffic, lost, say):
+            ready = _start_all(servers, setup, stack, lost, report)
+            for measured in measure(ready, workloads, traffic, lost, report):
                 key = measured.workload, measured.system
                 measurements[key] = measurements[key] + measured if key in measurements else measured
     return measurements
@@ -152,7 +152,7 @@ def measure(
     workloads: Mapping[str, Workload],
     traffic: Traffic,
     lost: dict[str, str],
-    say: Say,
+    report: Report,
 ) -> Iterator[Measured]:
     """Measure and yield every round of every workload on each server; each round starts with another one.
 
@@ -167,13 +167,13 @@ def measure(
         reason = memory.killed(kills)
         message = error if reason is None else f"{error} ({reason})"
         lost[server.name] = f"{server.name}: {server.url} does not answer: {message}"
-        say(f"{server.name}: left out, it does not answer")
+        report(f"{server.name}: left out, it does not answer")
     for number in range(traffic.rounds if ready else 0):
         rotation = number % len(ready)
         for workload, make in workloads.items():
             requests = _round(make, traffic, number)
             for server in [*ready[rotation:], *ready[:rotation]]:
-                say(f"round {number + 1} of {traffic.rounds}: {workload} on {server.name}")
+                report(f"round {number + 1} of {traffic.rounds}: {workload} on {server.name}")
                 kills = memory.kills()
                 measured = _measure(server, workload, requests, traffic)
                 if any(answer.error for answer in measured.answers) and (reason := memory.killed(kills)):
@@ -279,7 +279,7 @@ def _sized(setup: Setup, config: Config | None, systems: Sequence[str], interlea
 
 
 def _start_all(
-    servers: Sequence[str | Target], setup: Setup, stack: ExitStack, lost: dict[str, str], say: Say
+    servers: Sequence[str | Target], setup: Setup, stack: ExitStack, lost: dict[str, str], report: Report
 ) -> list[Target]:
     """Start servers and return those that run. Mutates `lost`: adds the reason for each that failed."""
     ready = []
@@ -287,13 +287,13 @@ def _start_all(
         if isinstance(server, Target):
             ready.append(server)
             continue
-        say(f"{server}: starting")
+        report(f"{server}: starting")
         try:
             target = connect(server, stack.enter_context(started(server, setup)))
             ready.append(replace(target, blends=server == "kvkit-blend"))
         except BenchError as error:
             lost[server] = str(error)
-            say(f"{server}: left out, it does not start")
+            report(f"{server}: left out, it does not start")
     return ready
 
 

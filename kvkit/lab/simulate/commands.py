@@ -53,7 +53,7 @@ def simulate(
     from kvkit.lab.simulate import report
     from kvkit.lab.simulate.config import SimulationConfig, load_simulation
     from kvkit.lab.simulate.traces import trace_of, write_trace
-    from kvkit.observe.terminal import show, tell
+    from kvkit.observe.terminal import show, print_text
 
     import_from_here()  # eviction policies
     try:
@@ -65,7 +65,7 @@ def simulate(
         requested = trace_of(trace, generated.requests, generated.seed)
         if save:
             write_trace(requested, save)
-            tell(f"trace: {save}")
+            print_text(f"trace: {save}")
         policies = [name.strip() for name in choices.compare.split(",") if name.strip()]
         runs = report.compare(requested, setup, policies, swept, snapshots)
         show(report.table(runs, setup, swept[0] if swept else None, wide))
@@ -83,9 +83,9 @@ def simulate(
                 "runs": [report.as_json(run) for run in runs],
             }
             json_path.write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
-            tell(f"figures: {json_path}")
+            print_text(f"figures: {json_path}")
         if png_path and swept:
             report.plot(runs, swept[0], png_path)
-            tell(f"picture: {png_path}")
+            print_text(f"picture: {png_path}")
     except OSError as error:
         sys.exit(str(error))
