@@ -70,7 +70,7 @@ def measure(prometheus: str, seconds: float) -> dict[str, Any]:
                 model, 1, folder / role / "kvkit.toml", (*share.options, "--enforce-eager"), folder / role
             )
             kind = "kvkit" if role == "P" else "kvkit-blend"
-            urls[role] = stack.enter_context(started(kind, replace(setup, memory=share.words)))
+            urls[role] = stack.enter_context(started(kind, replace(setup, memory=share.description)))
         urls["router"] = stack.enter_context(_router(folder, urls, caches, address))
         metrics = stack.enter_context(_prometheus(prometheus, folder, urls, caches))
         start = time.time()

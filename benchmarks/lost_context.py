@@ -52,7 +52,7 @@ def paid(judge: Judge, sample: Sample) -> tuple[NDArray[np.float64], NDArray[np.
     total = len(sample.prompt)
     full = GrowingCache(judge.layout, total, decoder.device)
     judge.logits(sample.prompt, full)
-    found, plan = judge.documents(sample, total)
+    found, plan = judge.document_kv(sample, total)
     ends, one_block = np.array([0, len(plan.query)]), np.zeros((1, 1), np.int64)
     rows = Rows.of(plan.query, ends, np.array([total]), one_block, total, decoder.device)
     ids = torch.from_numpy(sample.prompt[plan.query].astype(np.int64)).to(decoder.device)

@@ -139,7 +139,7 @@ def measure(rounds: int) -> dict[str, Any]:
     with ended_by_sigterm(), tempfile.TemporaryDirectory(prefix="kvkit-pd-") as folder, ExitStack() as stack:
         found, missing = systems(Path(folder))
         share = memory.share(str(smollm2.fetch()), servers=2 * len(found), tiers=TIER_BYTES, most=BLOCK_BYTES)
-        print(share.words)
+        print(share.description)
         options = {"kv_cache_memory_bytes": share.block_bytes}
         pairs = {
             name: (

@@ -60,7 +60,7 @@ def measure(rounds: int, chunks: int) -> dict[str, object]:
 
     model = str(smollm2.fetch())
     share = memory.share(model, servers=1, tiers=TIER_BYTES, most=BLOCK_BYTES)
-    print(share.words)
+    print(share.description)
     random = np.random.default_rng(0)
     queued, before = (random.integers(100, 49_000, n).tolist() for n in (chunks * BLOCK + 1, BLOCK - 1))
     ahead = prefetch_planner.MAX_REQUESTS

@@ -65,8 +65,8 @@ def measure(rounds: int, requests: int, words: int) -> dict[str, object]:
         folder = Path(name)
         address = f"unix://{folder}/handoff/socket"
         share = memory.share(model, servers=2, tiers=TIER_BYTES, most=BLOCK_BYTES)
-        print(share.words)
-        setup = Setup(model, 1, None, share.options, folder, memory=share.words)
+        print(share.description)
+        setup = Setup(model, 1, None, share.options, folder, memory=share.description)
         urls = []
         for role, text in {"prefill": PREFILL, "decode": DECODE.format(address=address)}.items():
             (folder / role).mkdir()

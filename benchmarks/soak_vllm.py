@@ -305,7 +305,7 @@ def open_engine(model: Path, kvkit: dict[str, Any] | None) -> Any:
     from vllm.config import KVTransferConfig
 
     share = memory.share(str(model), tiers=TIER_BYTES, most=BLOCK_BYTES)
-    print(share.words)
+    print(share.description)
     transfer = kvkit and KVTransferConfig(
         kv_connector="KVKitConnector",
         kv_connector_module_path="kvkit.adapters.vllm.connector",

@@ -172,7 +172,7 @@ def measure(rounds: int, documents: Sequence[int], seed: int = 0) -> list[dict[s
     tiers = 2 * (MEMORY_BYTES + STAGING_BYTES)
     with ended_by_sigterm(), ExitStack() as stack:
         share = memory.share(str(smollm2.fetch()), servers=3, tiers=tiers, most=BLOCKS * BLOCK * TOKEN_BYTES)
-        print(share.words)
+        print(share.description)
         options = {
             "max_model_len": prompt + BLOCK,
             "enable_prefix_caching": True,

@@ -65,7 +65,7 @@ def test_a_share_of_this_machine_names_the_bytes(tmp_path: Path, monkeypatch: py
     found = share(str(tmp_path), most=GIB)
     assert found.options == ("--kv-cache-memory-bytes", str(found.block_bytes))
     assert found.block_bytes is not None
-    assert memory.gib(found.block_bytes) in found.words
+    assert memory.gib(found.block_bytes) in found.description
 
 
 def test_servers_share_a_gpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -88,8 +88,8 @@ def test_the_picture(tmp_path: Path) -> None:
             1200, {"pool": 768, "decode": 128}, {"memory": 896, "handoff": 256, "pool": 1}, 0.5, 1.25, True
         ),
     ]
-    assert pd._ways(turns[0]) == [("D", "handoff", 768)]
-    assert pd._ways(turns[1]) == [
+    assert pd._outside_loads(turns[0]) == [("D", "handoff", 768)]
+    assert pd._outside_loads(turns[1]) == [
         ("P", "pool", 768),
         ("P", "decode", 128),
         ("D", "handoff", 256),

@@ -23,7 +23,7 @@ from kvkit.lab.prove.page_probe import PageProbe, prompt_name
 from kvkit.lab.prove.pages import compare_files, compare_pages
 from kvkit.lab.prove.preparation import chosen, command_of, prepared, transfer_of
 from kvkit.lab.prove.report import html
-from kvkit.lab.prove.run import ToProve, prove_scenario, wanted
+from kvkit.lab.prove.run import ToProve, prove_scenario, reference_prompts
 from kvkit.lab.prove.scenarios import SCENARIOS, AskedPrompt, crowd_of, prompts_of
 from kvkit.lab.prove.verdict import (
     Compared,
@@ -56,20 +56,20 @@ def test_prompts_come_from_the_seed_and_share_what_they_should(seed: int, chunk:
     assert apart == [2 * chunk - 1]
     assert found["short"][: len(found["head"])] == found["head"]
     assert all(300 <= token < 1000 for prompt in found.values() for token in prompt)
-    assert {one.name for scenario in SCENARIOS for one in scenario.asked()} == set(found)
+    assert {one.name for scenario in SCENARIOS for one in scenario.all_prompts()} == set(found)
 
 
 def test_the_reference_is_asked_all_that_is_compared() -> None:
-    asked = {(one.name, one.adapter) for scenario in SCENARIOS for one in scenario.asked()}
-    assert asked == wanted(SCENARIOS, changed=False)
-    assert wanted(SCENARIOS, changed=True) == {("short", False)}
-    assert not wanted(chosen("warm"), changed=True)
+    asked = {(one.name, one.adapter) for scenario in SCENARIOS for one in scenario.all_prompts()}
+    assert asked == reference_prompts(SCENARIOS, changed=False)
+    assert reference_prompts(SCENARIOS, changed=True) == {("short", False)}
+    assert not reference_prompts(chosen("warm"), changed=True)
 
 
 def test_no_scenario_is_asked_what_changed_weights_may_have_stored() -> None:
     after = [one.name for one in SCENARIOS].index("weights changed") + 1
-    asked = {(one.name, one.adapter) for scenario in SCENARIOS[after:] for one in scenario.asked()}
-    assert not asked & wanted(SCENARIOS, changed=True)
+    asked = {(one.name, one.adapter) for scenario in SCENARIOS[after:] for one in scenario.all_prompts()}
+    assert not asked & reference_prompts(SCENARIOS, changed=True)
 
 
 def test_a_crowd_fills_what_there_is() -> None:
@@ -94,10 +94,10 @@ class _Opened:
 def test_engines_start_at_once_where_they_may() -> None:
     barrier = Barrier(3)
     engines = [_Opened(barrier) for _ in range(3)]
-    with opening(engines, beside=True) as openers:  # type: ignore[arg-type]
+    with opening(engines, concurrent=True) as openers:  # type: ignore[arg-type]
         assert [id(opened()) for opened in openers] == [*map(id, engines)]
     first, second = _Opened(), _Opened()
-    with opening([first, second], beside=False) as openers:  # type: ignore[list-item]
+    with opening([first, second], concurrent=False) as openers:  # type: ignore[list-item]
         openers[1]()
         assert (first.is_open, second.is_open) == (False, True)
 
@@ -107,7 +107,7 @@ def test_an_engine_that_does_not_start_is_told_when_no_other_starts_any_more() -
     fails, other = _Opened(barrier, BenchError("no room")), _Opened(barrier)
     with (
         pytest.raises(BenchError, match="no room"),
-        opening([fails, other], beside=True) as openers,  # type: ignore[list-item]
+        opening([fails, other], concurrent=True) as openers,  # type: ignore[list-item]
     ):
         openers[0]()
     assert other.is_open
@@ -115,11 +115,14 @@ def test_an_engine_that_does_not_start_is_told_when_no_other_starts_any_more() -
 
 def test_an_engine_that_is_gone_tells_nothing() -> None:
     engine = ProvedEngine("gone", "")
-    engine.unseen, engine.target = "", Target("gone", f"http://127.0.0.1:{free_port()}", "m", vllm=True)
-    for told in (engine.skipped, engine.counts, engine.capacity):
+    engine.no_pages_reason, engine.target = (
+        "",
+        Target("gone", f"http://127.0.0.1:{free_port()}", "m", vllm=True),
+    )
+    for told in (engine.skipped_tokens, engine.read_counts, engine.capacity_tokens):
         with pytest.raises(BenchError, match=r"127\.0\.0\.1"):
             told()
-    assert not engine.forget()
+    assert not engine.reset_prefix_cache()
 
 
 def test_equal_answers_are_equal() -> None:
@@ -258,7 +261,7 @@ def test_engines_are_started_alike_but_for_the_connector(tmp_path: Path) -> None
     save_file(tensors, tmp_path / "model.safetensors")
     options = ProveOptions(model=str(tmp_path), dtype="bfloat16", seed=3, vllm="--block-size 32")
     with prepared(options, Console(quiet=True)) as found:
-        reference, engine = found.reference, found.engine._at
+        reference, engine = found.reference, found.engine._location
         assert isinstance(reference, EngineLaunch)
         assert isinstance(engine, EngineLaunch)
         assert set(found.missing) == {"store"}
@@ -412,11 +415,11 @@ def test_what_an_engine_that_is_gone_cannot_run_is_not_run(
     monkeypatch.chdir(tmp_path)
     launch = EngineLaunch("m", (), tmp_path, {"PYTHONPATH": str(tmp_path), "PATH": "/usr/bin"}, {})
     (tmp_path / "found").mkdir()
-    expected = {(one.name, False, False): EXPECTED for one in WARM.asked()}
+    expected = {(one.name, False, False): EXPECTED for one in WARM.all_prompts()}
     with ProvedEngine("engine", launch) as engine:
         engine.watch(tmp_path / "found")
         proof = ToProve("", engine, (WARM, TENANTS), prompts_of(1, 16), 1, tmp_path, "float32")
-        proof.expected = expected | {(one.name, False, False): EXPECTED for one in TENANTS.asked()}
+        proof.expected = expected | {(one.name, False, False): EXPECTED for one in TENANTS.all_prompts()}
         verdicts = [prove_scenario(proof, scenario) for scenario in proof.scenarios]
     assert [one.outcome for one in verdicts] == ["differs", "not run"]
     assert verdicts[0].why.startswith("the engine does not answer")

@@ -153,12 +153,12 @@ def test_the_block_mask_leaves_out_the_last_block(judge: Judge) -> None:
     mask = _BlockMask(judge.decoder, plan)
     selected = np.arange(0, 120, 3)  # 40 rows: one block of 32 and eight that are left over
     rows = np.concatenate([selected, plan.computed]).astype(np.int32)
-    seen = mask.sees(rows)
+    seen = mask.last_keys(rows)
     assert set(seen[:32].tolist()) == {93 // 32 * 32 - 1}
     assert mask.zeros.tolist() == list(range(32, 40))
     assert seen[40:].tolist() == plan.computed.tolist()
     everything = np.arange(200, dtype=np.int32)  # layer 0 is dense
-    assert np.array_equal(mask.sees(everything), everything)
+    assert np.array_equal(mask.last_keys(everything), everything)
     assert not len(mask.zeros)
 
 

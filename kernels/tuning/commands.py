@@ -259,7 +259,7 @@ def _show_tuned(name: str, wide: bool) -> None:
 
     from kvkit.environment import slug_of
     from kvkit.kernels.tuning.tables import load_table
-    from kvkit.observe.terminal import show, print_text
+    from kvkit.observe.terminal import print_text, show
 
     table = load_table(slug_of(name))
     if not table:

@@ -44,9 +44,9 @@ def demo(
 
         rag.run(model, vllm, json_path, png_path, Console())
     elif pd:
-        from kvkit.lab.demo import pd as over_both
+        from kvkit.lab.demo import pd as pd_demo
 
-        over_both.run(flow, model, vllm, json_path, png_path, Console())
+        pd_demo.run(flow, model, vllm, json_path, png_path, Console())
     else:
         from kvkit.lab.demo.conversation import run
 
@@ -101,23 +101,25 @@ def bench_blend(
     from kvkit.lab.quality import comparison as quality
     from kvkit.lab.quality.in_vllm import opened
     from kvkit.lab.quality.judge import METHODS, Judge, load_auxiliary, method_named
-    from kvkit.lab.quality.tasks.registry import SETS, TASKS, named
+    from kvkit.lab.quality.tasks.registry import SETS, TASKS, parse_tasks
     from kvkit.observe.progress import counted, timed
-    from kvkit.observe.terminal import show, print_text
+    from kvkit.observe.terminal import print_text, show
 
     import_from_here()  # custom methods
     chosen = [name.strip() for name in methods.split(";") if name.strip()] or list(METHODS)
-    wanted = {method: method_named(method) for method in chosen}
-    sets = {"": tuple(SETS), "all": tuple(TASKS)}.get(tasks) or named(tasks)
+    selected = {method: method_named(method) for method in chosen}
+    sets = {"": tuple(SETS), "all": tuple(TASKS)}.get(tasks) or parse_tasks(tasks)
     json_path, png_path = results.json_path, results.png_path
     check_folders(json_path, png_path)
     console = Console()
     folder = model_folder(model, console)
-    with measuring(folder), opened(folder, console, wanted, tokens) as (judge, encode, measured):
+    with measuring(folder), opened(folder, console, selected, tokens) as (judge, encode, measured):
         if auxiliary is not None and isinstance(judge, Judge):
             judge.auxiliary = load_auxiliary(auxiliary, folder, console)
-        kept = json_path.with_suffix(".jsonl")
-        work = quality.run(judge, encode, kept, count=samples, tokens=tokens, methods=measured, sets=sets)
+        samples_path = json_path.with_suffix(".jsonl")
+        work = quality.run(
+            judge, encode, samples_path, count=samples, tokens=tokens, methods=measured, sets=sets
+        )
         entries = list(counted(work, "samples", samples * len(sets), timed(console)))
     summary = quality.summarise(entries)
     for kind, figures in summary.items():

@@ -12,6 +12,7 @@ from kvkit.environment import printable
 
 T = TypeVar("T")
 Report = Callable[[str], None]
+"""Function that prints one line of progress."""
 
 EVERY_S = 5.0
 """Time between two lines, in seconds."""
@@ -41,7 +42,9 @@ def spaced(report: Report, every_s: float = EVERY_S) -> Report:
     return report_seldom
 
 
-def counted(work: Iterable[T], label: str, total: int, report: Report, every_s: float = EVERY_S) -> Iterator[T]:
+def counted(
+    work: Iterable[T], label: str, total: int, report: Report, every_s: float = EVERY_S
+) -> Iterator[T]:
     """Yield the results of `work`, and report every `every_s` seconds how many of `total` are done."""
     report_seldom = spaced(report, every_s)
     for number, result in enumerate(work, 1):

@@ -48,7 +48,7 @@ Document = Mapping[str, Any]
 
 
 def faults(reports: Sequence[CompileReport], problems: Sequence[Problem]) -> list[str]:
-    """Return what the gate rejects: errors, spills, blocks that do not fit, 16-byte accesses lost."""
+    """Return a line per rejected kernel: errors, spills, blocks that do not fit, lost 16-byte accesses."""
     wide = {problem.name: problem.wide for problem in problems}
     rejections = []
     for report in reports:
@@ -83,11 +83,11 @@ def gate(
     `names`, only problems with one of them in their name are compiled. Kernels `known` by `compile_key` are
     reused.
     """
-    forms: dict[tuple[str, str], Problem] = {}
+    distinct: dict[tuple[str, str], Problem] = {}
     for problem in factory():
         if problem.gated:
-            forms.setdefault((problem.bucket.op, problem.bucket.form), problem)
-    chosen = [p for p in forms.values() if not names or any(name in p.name for name in names)]
+            distinct.setdefault((problem.bucket.op, problem.bucket.form), problem)
+    chosen = [p for p in distinct.values() if not names or any(name in p.name for name in names)]
     jobs = [(p.name, p.space_on(target)[0], target) for p in chosen for target in GATE]
     return list(survey(pool, factory, jobs, partial(compile_keyed, known)))
 
@@ -104,7 +104,7 @@ def known_of(recorded: Document) -> dict[str, Compiled]:
 
 
 def regressions(found: Document, recorded: Document, complete: bool = True) -> list[str]:
-    """Return what is worse than recorded, one line each.
+    """Return a line for each figure that is worse than recorded.
 
     The lines also name kernels that are not recorded and, with `complete`, those that are gone. Figures are
     compared only for equal versions of Triton, because another version makes other instructions of the same
@@ -158,7 +158,7 @@ def write(path: Path, found: Document, complete: bool = True) -> None:
     path.write_text(f'{{\n "triton": {json.dumps(found["triton"])},\n "kernels": [\n{lines}\n ]\n}}\n')
 
 
-def run(pool: CompilePool, words: Sequence[str]) -> int:
+def run(pool: CompilePool, command_line: Sequence[str]) -> int:
     """Run the gate as the command does, and print its output; return its exit status, 1 if it failed.
 
     Raises:
@@ -168,7 +168,7 @@ def run(pool: CompilePool, words: Sequence[str]) -> int:
     parser.add_argument("--problem", action="append", default=[], help="only those with this in their name")
     parser.add_argument("--compare", type=Path, help="fail where a kernel is worse than in this file")
     parser.add_argument("--json", type=Path, help="write the table to this file")
-    arguments = parser.parse_args(words)
+    arguments = parser.parse_args(command_line)
     complete = not arguments.problem
     try:
         recorded = json.loads(arguments.compare.read_text()) if arguments.compare else None

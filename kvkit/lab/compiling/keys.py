@@ -1,4 +1,4 @@
-"""Compilation of launches by key: what was compiled under an equal key is not compiled again."""
+"""Compilation of launches by key: launches with a known key are not compiled again."""
 
 from __future__ import annotations
 

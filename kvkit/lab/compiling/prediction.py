@@ -63,10 +63,10 @@ def predict(work: Work, compiled: Compiled, warps: int, programs: int, rates: Ra
         programs: programs of the launch.
         rates: peak rates of the GPU.
     """
-    roof = max(work.moved_bytes / rates.bytes_per_s, work.flops / rates.flops_per_s)
+    roofline_s = max(work.moved_bytes / rates.bytes_per_s, work.flops / rates.flops_per_s)
     times = 0 if bool(work.flops) != bool(compiled.mma) else work.iterations if work.flops else programs
     issued = compiled.instructions * warps * times
     per_mma = issued * MMA_FLOPS / work.flops if issued and work.flops else None
     per_line = issued * LINE / work.moved_bytes if issued and not work.flops else None
-    seconds = max(roof, issued / (rates.issues * rates.sms * rates.clock_hz))
-    return Prediction(per_line, per_mma, roof * 1e6, seconds * 1e6)
+    seconds = max(roofline_s, issued / (rates.issues * rates.sms * rates.clock_hz))
+    return Prediction(per_line, per_mma, roofline_s * 1e6, seconds * 1e6)

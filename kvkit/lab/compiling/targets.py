@@ -1,4 +1,4 @@
-"""The option `--target` of `kvkit tune`: every configuration of chosen problems, compiled for a target."""
+"""Option `--target` of `kvkit tune`, which compiles every configuration of chosen problems for a target."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from kvkit.kernels.tuning.gpus import GPUS
 from kvkit.lab.compiling.keys import compile_keyed
 from kvkit.lab.compiling.report import as_json, shown
 from kvkit.observe.progress import counted, timed
-from kvkit.observe.terminal import show, print_text
+from kvkit.observe.terminal import print_text, show
 from kvkit.settings import CommandError
 
 

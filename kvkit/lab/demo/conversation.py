@@ -19,7 +19,7 @@ from rich.table import Table
 from kvkit.adapters.huggingface import smollm2
 from kvkit.lab.files import BenchError, check_folders, load_model, model_folder, write_figures
 from kvkit.observe.progress import timed
-from kvkit.observe.terminal import show, print_text
+from kvkit.observe.terminal import print_text, show
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

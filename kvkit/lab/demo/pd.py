@@ -29,7 +29,7 @@ from kvkit.lab.serve.systems import Setup, ended_by_sigterm, missing, routed, st
 from kvkit.lab.serve.workloads import chat
 from kvkit.lab.simulate.report import panels
 from kvkit.observe.progress import Report, timed
-from kvkit.observe.terminal import show, print_text
+from kvkit.observe.terminal import print_text, show
 
 TURNS = 4
 WORDS = 1600
@@ -79,12 +79,12 @@ def run(
     with TemporaryDirectory(prefix="kvkit-pd-") as folder_name, ended_by_sigterm():
         folder = Path(folder_name)
         address = f"unix://{folder}/decode/handoff/socket"
-        half, other = _halves(sorted(os.sched_getaffinity(0)))
+        half, other_half = _halves(sorted(os.sched_getaffinity(0)))
         name = model_folder(model, console)
         share = memory.share(name, servers=2, tiers=TIER_BYTES, most=BLOCK_BYTES, options=options)
-        console.print(share.words, highlight=False, soft_wrap=True)
+        print_text(share.description, console)
         chosen = (*share.options, *options)
-        setup = Setup(name, 1, None, chosen, folder, cores=half, memory=share.words)
+        setup = Setup(name, 1, None, chosen, folder, cores=half, memory=share.description)
         report = timed(console)
         report("starting plain vLLM")
         with started("plain", setup) as url:
@@ -92,7 +92,7 @@ def run(
         with ExitStack() as stack:
             urls = []
             texts = settings(flow, address, folder / "pool")
-            for (role, text), cores in zip(texts.items(), (half, other), strict=True):
+            for (role, text), cores in zip(texts.items(), (half, other_half), strict=True):
                 (folder / role).mkdir()
                 report(f"starting the engine for {role}")
                 config = folder / role / "kvkit.toml"
@@ -189,7 +189,7 @@ def table(turns: Sequence[PdTurn]) -> Table:
 
 
 def draw(turns: Sequence[PdTurn], path: Path) -> None:
-    """Draw a panel per turn: P, D and the pool, with an arrow for the tokens that moved each way."""
+    """Draw a panel per turn: P, D and the pool, with an arrow for each load and its tokens."""
     figure, all_axes = panels(len(turns), 3.6, 2.6)
     for number, (axes, turn) in enumerate(zip(all_axes, turns, strict=True), 1):
         axes.set(title=f"turn {number}: {turn.prompt_tokens} tokens", xlim=(-0.5, 2.5), ylim=(-0.6, 1.5))
@@ -197,15 +197,15 @@ def draw(turns: Sequence[PdTurn], path: Path) -> None:
         computed = max(1, turn.prompt_tokens - sum(turn.prefill_hits.values()))
         own = max(1, turn.prompt_tokens - sum(turn.decode_received.values()))
         boxes = {"P": f"P\ncomputes {computed}", "D": f"D\ncomputes {own}"}
-        loads = _ways(turn)
+        loads = _outside_loads(turn)
         if any(tier == "pool" for _, tier, _ in loads):
             boxes["pool"] = "pool"
         for name, text in boxes.items():
             box = {"boxstyle": "round", "fc": "#e8eef4"}
-            axes.text(*_PLACES[name], text, ha="center", va="center", bbox=box)
+            axes.text(*_POSITIONS[name], text, ha="center", va="center", bbox=box)
         for name, tier, tokens in loads:
-            origin = _FROM[tier]
-            (x, y), (to_x, to_y) = _PLACES[origin], _PLACES[name]
+            origin = _ORIGINS[tier]
+            (x, y), (to_x, to_y) = _POSITIONS[origin], _POSITIONS[name]
             lift = 0.15 if (origin, name) == ("D", "P") else -0.15 if origin == "P" else 0.0
             gap = 16 if origin == "pool" else 44  # from the middle of a box, in points
             arrow = {"arrowstyle": "->", "color": "#2e4057", "shrinkA": gap, "shrinkB": 44}
@@ -215,15 +215,15 @@ def draw(turns: Sequence[PdTurn], path: Path) -> None:
     figure.savefig(path, dpi=120)
 
 
-_PLACES = {"P": (0.0, 0.0), "D": (2.0, 0.0), "pool": (1.0, 1.2)}
-_FROM = {"pool": "pool", "decode": "D", "handoff": "P"}
-"""Origin of the KV of each tier."""
+_POSITIONS = {"P": (0.0, 0.0), "D": (2.0, 0.0), "pool": (1.0, 1.2)}
+_ORIGINS = {"pool": "pool", "decode": "D", "handoff": "P"}
+"""Engine or store that the KV of each tier comes from."""
 
 
-def _ways(turn: PdTurn) -> list[tuple[str, str, int]]:
+def _outside_loads(turn: PdTurn) -> list[tuple[str, str, int]]:
     """Return (engine, tier, tokens) of loads from outside an engine, so without D's own memory tier."""
     both = [("P", turn.prefill_hits), ("D", turn.decode_received)]
-    return [(name, tier, count) for name, hits in both for tier, count in hits.items() if tier in _FROM]
+    return [(name, tier, count) for name, hits in both for tier, count in hits.items() if tier in _ORIGINS]
 
 
 def by_tier(tokens: Mapping[str, int]) -> str:

@@ -37,9 +37,9 @@ from kvkit.lab.serve.systems import (
     missing,
     started,
 )
-from kvkit.lab.serve.workloads import NAMES, CompletionRequest, told
+from kvkit.lab.serve.workloads import NAMES, CompletionRequest, with_access_code
 from kvkit.observe.progress import Report, timed
-from kvkit.observe.terminal import show, print_text
+from kvkit.observe.terminal import print_text, show
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -102,9 +102,9 @@ def run(model: str | None, vllm: str, json_path: Path, png_path: Path, console: 
     with TemporaryDirectory(prefix="kvkit-blend-") as folder, ended_by_sigterm():
         name = model_folder(model, console)
         share = memory.share(name, tiers=(1 << 30) + STAGING_BYTES, most=BLOCK_BYTES, options=options)
-        console.print(share.words, highlight=False, soft_wrap=True)
+        print_text(share.description, console)
         vllm_options = ("--enable-prefix-caching", "--max-logprobs", str(LISTED), *share.options, *options)
-        setup = Setup(name, 1, None, vllm_options, Path(folder), memory=share.words)
+        setup = Setup(name, 1, None, vllm_options, Path(folder), memory=share.description)
         tokenizer = load_tokenizer(name)
         documents = texts(tokenizer)
         warm = turn_request(tokenizer, documents[len(CODES) :], [], 0)
@@ -153,7 +153,10 @@ def converse(
 
 
 def replay(
-    server: Target, plain: Sequence[tuple[CompletionRequest, Completion]], warm: CompletionRequest, report: Report
+    server: Target,
+    plain: Sequence[tuple[CompletionRequest, Completion]],
+    warm: CompletionRequest,
+    report: Report,
 ) -> list[BlendTurn]:
     """Repeat a conversation over `server`, which blends; returns turns that compare both answers.
 
@@ -224,9 +227,9 @@ def texts(tokenizer: Any) -> list[str]:
     long = sorted((text.strip() for text in topics.values() if len(text) > 4 * DOCUMENT_TOKENS), key=len)
     documents = []
     for text, name, code in zip(long, NAMES, (*CODES, "10000", "10000"), strict=False):
-        text_tokens = document_tokens - _count(tokenizer, told("", name, code))
+        text_tokens = document_tokens - _count(tokenizer, with_access_code("", name, code))
         ids = tokenizer(text, add_special_tokens=False)["input_ids"][:text_tokens]
-        documents.append(told(tokenizer.decode(ids), name, code).strip())
+        documents.append(with_access_code(tokenizer.decode(ids), name, code).strip())
     return documents
 
 

@@ -36,25 +36,22 @@ def prove(
     from kvkit.adapters.huggingface.smollm2 import ModelError
     from kvkit.lab.files import BenchError, check_folders
     from kvkit.lab.prove.preparation import command_of, prepared
-    from kvkit.lab.prove.report import shown, words_of
+    from kvkit.lab.prove.report import comparison_text, shown
     from kvkit.lab.prove.run import run
     from kvkit.lab.prove.verdict import exit_status
     from kvkit.lab.serve.systems import ended_by_sigterm
     from kvkit.observe.progress import timed
-    from kvkit.observe.terminal import show
+    from kvkit.observe.terminal import print_text, show
 
-    console, began = Console(), time.monotonic()
-
-    def say(text: str) -> None:
-        console.print(text, markup=False, highlight=False, soft_wrap=True)
+    console, start_s = Console(), time.monotonic()
 
     try:
         check_folders(json_path, html_path)
         with ended_by_sigterm(), prepared(options, console) as proof:
             command = command_of(options, proof.seed)
-            say(command)
+            print_text(command, console)
             verdicts = run(proof, timed(console))
-        comparison = words_of(proof.dtype, proof.engine.unseen)
+        comparison = comparison_text(proof.dtype, proof.engine.no_pages_reason)
         facts = {
             "command": command,
             "connector": options.kv_transfer_config,
@@ -62,18 +59,18 @@ def prove(
             "dtype": proof.dtype,
             "seed": proof.seed,
             "compared": comparison,
-            "wall_s": round(time.monotonic() - began, 1),
+            "wall_s": round(time.monotonic() - start_s, 1),
             "cpu_s": _cpu_s(),
         }
         show(shown(verdicts), console)
-        say(comparison)
+        print_text(comparison, console)
         for verdict in verdicts:
             if verdict.outcome in ("differs", "not proven"):
-                say(f"to repeat: {command_of(options, proof.seed, verdict.scenario)}")
+                print_text(f"to repeat: {command_of(options, proof.seed, verdict.scenario)}", console)
         _write(verdicts, facts, json_path, html_path)
-        say(f"verdicts: {json_path}\npage: {html_path}")
+        print_text(f"verdicts: {json_path}\npage: {html_path}", console)
     except (BenchError, ModelError, OSError) as error:
-        Console(stderr=True).print(f"error: {error}", markup=False, highlight=False, soft_wrap=True)
+        print_text(f"error: {error}", Console(stderr=True))
         raise typer.Exit(2) from error
     raise typer.Exit(exit_status(verdicts))
 

@@ -36,7 +36,7 @@ _TIMEOUT_S = 300.0
 _START_S = 20.0
 """Longest wait for sent requests to run, or for a cache reset to succeed, in seconds."""
 _PAUSE_S = 0.02
-_COUNTED = {
+_COUNTERS = {
     "vllm:external_prefix_cache_hits_total": "loaded",
     "vllm:prefix_cache_hits_total": "own",
     "vllm:num_preemptions_total": "preempted",
@@ -47,14 +47,14 @@ _FAILURES = (OSError, http.client.HTTPException, ValueError, LookupError, TypeEr
 
 @dataclass(frozen=True, slots=True)
 class EngineLaunch:
-    """Settings that start an engine."""
+    """Model, options and environment of an engine to start."""
 
     model: str
     options: tuple[str, ...]  # vLLM's command-line options
     folder: Path  # where the log is written
     environment: Mapping[str, str]
     transfer: dict[str, Any] | None = None  # kv_transfer_config
-    beside: bool = False  # whether other engines may start at the same time
+    concurrent: bool = False  # whether other engines may start at the same time
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,27 +70,28 @@ class ProvedEngine:
     """An engine of a proof. As a context manager, it ends the server it started.
 
     Args:
-        at: how to start the engine, or the URL of a running one.
+        location: how to start the engine, or the URL of a running one.
         prefill: engine that computes the prompts and hands them off; None: this engine computes them.
     """
 
-    def __init__(self, name: str, at: EngineLaunch | str, prefill: ProvedEngine | None = None) -> None:
-        self.name, self._at, self._prefill = name, at, prefill
+    def __init__(self, name: str, location: EngineLaunch | str, prefill: ProvedEngine | None = None) -> None:
+        self.name, self._location, self._prefill_engine = name, location, prefill
         self._stack = ExitStack()
         self._pid: int | None = None
-        self._watched: Path | None = None
+        self._watched_folder: Path | None = None
         self.target: Target | None = None
-        self.unseen = "no probe was started"  # why pages are not compared; empty: they are
+        self.no_pages_reason = "no probe was started"  # why pages are not compared; empty: they are
         self.dtype = ""
 
     @property
     def is_own(self) -> bool:
         """True if the engine is started here, and so may be ended here."""
-        return isinstance(self._at, EngineLaunch)
+        return isinstance(self._location, EngineLaunch)
 
     @property
     def handed_off(self) -> bool:
-        return self._prefill is not None
+        """True if another engine computes the prompts and hands their KV to this one."""
+        return self._prefill_engine is not None
 
     def open(self) -> Self:
         """Start the engine, or connect to the running one.
@@ -98,19 +99,19 @@ class ProvedEngine:
         Raises:
             BenchError: the engine does not start, or none runs at the URL.
         """
-        if isinstance(self._at, str):
-            self.target = connect(self.name, self._at)
-        elif self._prefill is None:
-            self.target = self._started(self._at)
+        if isinstance(self._location, str):
+            self.target = connect(self.name, self._location)
+        elif self._prefill_engine is None:
+            self.target = self._start(self._location)
         else:
-            with opening([self._prefill], self._at.beside) as (prefill,):
-                self.target = self._started(self._at)
+            with opening([self._prefill_engine], self._location.concurrent) as (prefill,):
+                self.target = self._start(self._location)
                 prefill()
-        if self._watched is not None:
-            self.watch(self._watched)
+        if self._watched_folder is not None:
+            self.watch(self._watched_folder)
         return self
 
-    def _started(self, launch: EngineLaunch) -> Target:
+    def _start(self, launch: EngineLaunch) -> Target:
         port = free_port()
         command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", launch.model]
         command += ["--host", "127.0.0.1", "--port", str(port), *launch.options]
@@ -125,13 +126,17 @@ class ProvedEngine:
 
     def log(self) -> str:
         """Read the last lines of the engine's log; empty if it was not started here."""
-        return tail(self._at.folder / f"{self.name}.log") if isinstance(self._at, EngineLaunch) else ""
+        return (
+            tail(self._location.folder / f"{self.name}.log")
+            if isinstance(self._location, EngineLaunch)
+            else ""
+        )
 
     def close(self) -> None:
         """End the engine as a user would, if it was started here."""
         self._stack.close()
-        if self._prefill is not None:
-            self._prefill.close()
+        if self._prefill_engine is not None:
+            self._prefill_engine.close()
 
     def kill(self) -> None:
         """Send SIGKILL to the engine and its children."""
@@ -149,16 +154,16 @@ class ProvedEngine:
         self.close()
 
     def watch(self, folder: Path) -> None:
-        """Start the probe, which copies pages to `folder`. If that fails, `unseen` holds the reason."""
+        """Start the probe, which copies pages to `folder`; if that fails, set `no_pages_reason`."""
         folder.mkdir(exist_ok=True)
-        self._watched = folder
+        self._watched_folder = folder
         try:
             reply = self._post("/collective_rpc", {"method": "prove_watch", "args": [str(folder)]})
-            self.dtype, self.unseen = reply["results"][0]["dtype"], ""
+            self.dtype, self.no_pages_reason = reply["results"][0]["dtype"], ""
         except _FAILURES as error:
-            self.unseen = f"the engine has no probe ({str(error)[:80]})"
+            self.no_pages_reason = f"the engine has no probe ({str(error)[:80]})"
 
-    def skipped(self) -> int | None:
+    def skipped_tokens(self) -> int | None:
         """Return the tokens that needed no computing when requests were scheduled; None without a probe.
 
         Requests that were scheduled again after a preemption count, too.
@@ -166,27 +171,27 @@ class ProvedEngine:
         Raises:
             BenchError: the engine does not report them.
         """
-        if self.unseen:
+        if self.no_pages_reason:
             return None
         try:
             return int(self._post("/collective_rpc", {"method": "prove_skipped"})["results"][0][0])
         except _FAILURES as error:
             raise BenchError(f"{self._target.url} does not report skipped tokens: {error!r}") from error
 
-    def counts(self) -> Counter[str]:
+    def read_counts(self) -> Counter[str]:
         """Read vLLM's counts: `loaded` tokens, `own` hits, `preempted` and `running` requests.
 
         Raises:
             BenchError: the engine does not report them.
         """
-        found = samples(self._target, [name.removesuffix("_total") for name in _COUNTED])
+        found = samples(self._target, [name.removesuffix("_total") for name in _COUNTERS])
         counted: Counter[str] = Counter()
         for sample in found:
-            if sample.name in _COUNTED:
-                counted[_COUNTED[sample.name]] += int(sample.value)
+            if sample.name in _COUNTERS:
+                counted[_COUNTERS[sample.name]] += int(sample.value)
         return counted
 
-    def capacity(self) -> int:
+    def capacity_tokens(self) -> int:
         """Return the number of tokens that the engine's blocks hold.
 
         Raises:
@@ -197,11 +202,11 @@ class ProvedEngine:
                 return int(sample.labels["num_gpu_blocks"]) * int(sample.labels["block_size"])
         raise BenchError(f"{self._target.url} does not report how many blocks it has")
 
-    def forget(self) -> bool:
+    def reset_prefix_cache(self) -> bool:
         """Reset the engine's own prefix cache; return whether that succeeded."""
         return self._reset("reset_running_requests=false")
 
-    def preempt(self) -> None:
+    def preempt_requests(self) -> None:
         """Preempt all running requests; the engine schedules them again."""
         self._reset("reset_running_requests=true")
 
@@ -217,13 +222,15 @@ class ProvedEngine:
             time.sleep(_PAUSE_S)
         return False
 
-    def ask(self, queries: Sequence[SentPrompt], then: Callable[[], None] | None = None) -> list[Reply]:
+    def send_prompts(
+        self, prompts: Sequence[SentPrompt], then: Callable[[], None] | None = None
+    ) -> list[Reply]:
         """Send prompts together and return the answers; call `then` once all answers have begun."""
-        begun = [Event() for _ in queries]
-        workers = Workers(len(queries), "prove")
+        begun = [Event() for _ in prompts]
+        workers = Workers(len(prompts), "prove")
         answers = [
-            workers.submit(partial(self._ask, query, event.set))
-            for query, event in zip(queries, begun, strict=True)
+            workers.submit(partial(self._send_prompt, prompt, event.set))
+            for prompt, event in zip(prompts, begun, strict=True)
         ]
         if then is not None:
             for event in begun:
@@ -233,36 +240,36 @@ class ProvedEngine:
         workers.close(_TIMEOUT_S)
         return replies
 
-    def leave(self, queries: Sequence[SentPrompt], then: Callable[[], None]) -> bool:
+    def abandon_prompts(self, prompts: Sequence[SentPrompt], then: Callable[[], None]) -> bool:
         """Send prompts, call `then` while they are computed, and abandon the answers.
 
         Returns: whether a request was seen running; `then` is called in any case.
         """
         with ExitStack() as stack:
-            for query in queries:
+            for prompt in prompts:
                 url = f"{self._target.url}/v1/completions"
                 with suppress(*_FAILURES):
-                    body = self._body(query) | {"max_tokens": _LONG_TOKENS}
+                    body = self._body(prompt) | {"max_tokens": _LONG_TOKENS}
                     stack.enter_context(exchange("POST", url, json.dumps(body).encode(), _TIMEOUT_S))
-            seen = self._runs()
+            seen = self._wait_until_running()
             then()
             return seen
 
-    def _runs(self) -> bool:
+    def _wait_until_running(self) -> bool:
         deadline = time.monotonic() + _START_S
         while time.monotonic() < deadline:
-            if self.counts()["running"]:
+            if self.read_counts()["running"]:
                 return True
             time.sleep(_PAUSE_S)
         return False
 
-    def _ask(self, query: SentPrompt, begun: Callable[[], None]) -> Reply:
+    def _send_prompt(self, prompt: SentPrompt, begun: Callable[[], None]) -> Reply:
         tokens: list[int] = []
         logprobs: list[float] = []
         likely: list[dict[int, float]] = []
         finished = False
         try:
-            for event in stream(f"{self._target.url}/v1/completions", self._body(query), _TIMEOUT_S):
+            for event in stream(f"{self._target.url}/v1/completions", self._body(prompt), _TIMEOUT_S):
                 if "error" in event:
                     raise ValueError(event["error"])
                 for choice in event.get("choices") or ():
@@ -270,7 +277,7 @@ class ProvedEngine:
                     tokens += choice.get("token_ids") or ()
                     if reported := choice.get("logprobs"):
                         logprobs += reported["token_logprobs"]
-                        likely += [_ids(top) for top in reported["top_logprobs"]]
+                        likely += [_by_token_id(top) for top in reported["top_logprobs"]]
                     begun()
         except _FAILURES as error:
             return Reply(error=f"{type(error).__name__}: {str(error)[:300]}")
@@ -280,17 +287,17 @@ class ProvedEngine:
             return Reply(error=f"the stream ended after {len(tokens)} tokens")
         return Reply(tuple(tokens), tuple(logprobs), tuple(likely))
 
-    def compute(self, query: SentPrompt) -> dict[str, Any]:
+    def compute(self, prompt: SentPrompt) -> dict[str, Any]:
         """Compute a prompt for another engine; return the kv_transfer_params to send to that engine."""
         request = {"do_remote_decode": True, "do_remote_prefill": False}
-        body = self._body(query) | {"max_tokens": 1, "stream": False, "kv_transfer_params": request}
+        body = self._body(prompt) | {"max_tokens": 1, "stream": False, "kv_transfer_params": request}
         params: dict[str, Any] = self._post("/v1/completions", body)["kv_transfer_params"]
         return params
 
-    def _body(self, query: SentPrompt) -> dict[str, Any]:
+    def _body(self, prompt: SentPrompt) -> dict[str, Any]:
         body: dict[str, Any] = {
-            "model": ADAPTER if query.adapter else self._target.model,
-            "prompt": list(query.tokens),
+            "model": ADAPTER if prompt.adapter else self._target.model,
+            "prompt": list(prompt.tokens),
             "max_tokens": ANSWER_TOKENS,
             "temperature": 0,
             "ignore_eos": True,
@@ -299,10 +306,10 @@ class ProvedEngine:
             "return_tokens_as_token_ids": True,
             "stream": True,
         }
-        if query.salt:
-            body["cache_salt"] = query.salt
-        if self._prefill is not None:
-            body["kv_transfer_params"] = self._prefill.compute(query)
+        if prompt.salt:
+            body["cache_salt"] = prompt.salt
+        if self._prefill_engine is not None:
+            body["kv_transfer_params"] = self._prefill_engine.compute(prompt)
         return body
 
     @property
@@ -316,14 +323,14 @@ class ProvedEngine:
 
 
 @contextmanager
-def opening(engines: Sequence[ProvedEngine], beside: bool) -> Iterator[list[Callable[[], ProvedEngine]]]:
+def opening(engines: Sequence[ProvedEngine], concurrent: bool) -> Iterator[list[Callable[[], ProvedEngine]]]:
     """Yield a function for each engine that opens and returns it.
 
-    With `beside`, all engines start at once, and each function waits for its engine. On exit, the context
+    With `concurrent`, all engines start at once, and each function waits for its engine. On exit, the context
     waits until no engine is starting; it closes none.
     """
     workers = Workers(len(engines), "prove")
-    started = [workers.submit(engine.open) for engine in engines] if beside else []
+    started = [workers.submit(engine.open) for engine in engines] if concurrent else []
     try:
         yield [future.result for future in started] or [engine.open for engine in engines]
     finally:
@@ -331,7 +338,7 @@ def opening(engines: Sequence[ProvedEngine], beside: bool) -> Iterator[list[Call
         workers.close(_TIMEOUT_S)
 
 
-def _ids(top: dict[str, float]) -> dict[int, float]:
+def _by_token_id(top: dict[str, float]) -> dict[int, float]:
     return {int(name.removeprefix("token_id:")): value for name, value in top.items()}
 
 

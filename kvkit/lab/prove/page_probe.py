@@ -1,4 +1,4 @@
-"""Let `kvkit prove` read an engine's pages: a worker extension of vLLM that works with any connector.
+"""Worker extension of vLLM that copies an engine's pages for `kvkit prove`, with any connector.
 
 `--worker-extension-cls kvkit.lab.prove.page_probe.PageProbe` adds its methods to every worker;
 `collective_rpc` calls them.
@@ -25,17 +25,17 @@ def prompt_name(tokens: Sequence[int], adapter: str | None) -> str:
 
 
 @dataclass(slots=True)
-class _Followed:
-    """A running request and its blocks; `taken`: its pages were written."""
+class _FollowedRequest:
+    """Running request, its blocks, and whether its pages were written."""
 
     name: str
     prompt_tokens: int
     blocks: tuple[list[int], ...]  # of each KV cache group
-    taken: bool = False
+    written: bool = False
 
 
 class PageProbe:
-    """Write every prompt's pages to a file at the step that completes the prompt."""
+    """Worker methods that have each prompt's pages written to a file once the prompt is computed."""
 
     model_runner: Any
 
@@ -58,7 +58,7 @@ class PageProbe:
 
 
 class _Watch:
-    """Track the requests of a model runner by the scheduler's output."""
+    """Observer of a model runner's steps, which writes the pages of requests that the scheduler runs."""
 
     def __init__(self, runner: Any, rank: int) -> None:
         self.folder = Path()
@@ -67,11 +67,11 @@ class _Watch:
         self._config = runner.kv_cache_config
         self._layers: Mapping[str, Any] = compat.attention_layers(runner.vllm_config)
         self.dtype = runner.vllm_config.model_config.dtype
-        self._running: dict[str, _Followed] = {}
+        self._running: dict[str, _FollowedRequest] = {}
         self._written: Counter[str] = Counter()
-        compat.after_steps(runner, self._after)
+        compat.after_steps(runner, self._after_step)
 
-    def _after(self, scheduled: Any) -> None:
+    def _after_step(self, scheduled: Any) -> None:
         for name in scheduled.finished_req_ids:
             self._running.pop(name, None)
         computed = {}
@@ -79,7 +79,7 @@ class _Watch:
             tokens = new.prompt_token_ids or []
             adapter = None if new.lora_request is None else new.lora_request.lora_name
             blocks = tuple(list(ids) for ids in new.block_ids)
-            self._running[new.req_id] = _Followed(prompt_name(tokens, adapter), len(tokens), blocks)
+            self._running[new.req_id] = _FollowedRequest(prompt_name(tokens, adapter), len(tokens), blocks)
             computed[new.req_id] = new.num_computed_tokens
             self.skipped += new.num_computed_tokens
         cached = scheduled.scheduled_cached_reqs
@@ -90,18 +90,18 @@ class _Watch:
             if (followed := self._running.get(name)) is None:
                 continue
             if name in cached.resumed_req_ids:
-                followed.blocks, followed.taken = tuple(list(group) for group in ids), False
+                followed.blocks, followed.written = tuple(list(group) for group in ids), False
                 self.skipped += count
             elif ids is not None:
                 for known_blocks, group in zip(followed.blocks, ids, strict=True):
                     known_blocks.extend(group)
         for name, followed in self._running.items():
             computed_tokens = computed.get(name, 0) + scheduled.num_scheduled_tokens.get(name, 0)
-            if name in computed and not followed.taken and computed_tokens >= followed.prompt_tokens:
-                followed.taken = True
+            if name in computed and not followed.written and computed_tokens >= followed.prompt_tokens:
+                followed.written = True
                 self._write(followed)
 
-    def _write(self, request: _Followed) -> None:
+    def _write(self, request: _FollowedRequest) -> None:
         from safetensors.torch import save_file
 
         number = self._written[request.name]
@@ -110,7 +110,7 @@ class _Watch:
         save_file(dict(self._pages(request)), path.with_suffix(".part"))
         path.with_suffix(".part").rename(f"{path}.safetensors")
 
-    def _pages(self, request: _Followed) -> Iterator[tuple[str, torch.Tensor]]:
+    def _pages(self, request: _FollowedRequest) -> Iterator[tuple[str, torch.Tensor]]:
         """Yield each attention layer's full blocks of the prompt, `[B, H, N, C]`; NaN for missing blocks."""
         layer_number = 0
         for group, blocks in zip(self._config.kv_cache_groups, request.blocks, strict=True):

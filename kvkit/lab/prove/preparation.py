@@ -155,7 +155,7 @@ def _launch(
     else:
         unavailable["weights"] = f"{model} is not a folder: its weights cannot be changed"
     vllm_options = split_options(options.vllm)
-    share, beside = _share(model, 1 if options.prefill_config is None else 2, vllm_options)
+    share, concurrent = _share_memory(model, 1 if options.prefill_config is None else 2, vllm_options)
     extra_options = (*share.options, *vllm_options)
     block = int(dict(pairwise(extra_options)).get("--block-size", 16 if gpu_name() else 128))
     chunk = options.chunk_tokens
@@ -174,7 +174,7 @@ def _launch(
         arguments.append("--enforce-eager")
         environment.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
         environment.setdefault("OMP_WAIT_POLICY", "passive")  # spinning threads slow down the other engines
-    launch = EngineLaunch(model, (*arguments, *extra_options), folder, environment, beside=beside)
+    launch = EngineLaunch(model, (*arguments, *extra_options), folder, environment, concurrent=concurrent)
     try:
         adapter = options.lora or make_adapter(Path(model), folder / "adapter")
     except BenchError as error:
@@ -184,7 +184,7 @@ def _launch(
     return launch, weights
 
 
-def _share(model: str, servers: int, vllm_options: Sequence[str]) -> tuple[memory.Share, bool]:
+def _share_memory(model: str, servers: int, vllm_options: Sequence[str]) -> tuple[memory.Share, bool]:
     """Return each engine's share of memory, and whether all may start at once with both references.
 
     Raises:

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from html import escape
 from typing import Any
 
-from rich.markup import escape as plain
+from rich.markup import escape as escape_markup
 from rich.table import Column, Table
 
 from kvkit.environment import version_of
@@ -26,11 +26,11 @@ def versions() -> dict[str, str]:
     return {name: version for name, version in found.items() if version}
 
 
-def words_of(dtype: str, unseen: str) -> str:
+def comparison_text(dtype: str, no_pages_reason: str) -> str:
     """Describe what was compared, and with which tolerances."""
     logprobs = f"log-probabilities: {LOGPROB_TOLERANCE[dtype]:g} nats are tolerated in {dtype}"
     pages = f"pages: {PAGE_TOLERANCE[dtype]:g} of a layer's largest element"
-    return f"{logprobs}; {f'pages are not compared: {unseen}' if unseen else pages}"
+    return f"{logprobs}; {f'pages are not compared: {no_pages_reason}' if no_pages_reason else pages}"
 
 
 def shown(verdicts: Sequence[ScenarioVerdict]) -> Table:
@@ -41,7 +41,7 @@ def shown(verdicts: Sequence[ScenarioVerdict]) -> Table:
     for verdict in verdicts:
         outcome = f"[{_STYLES[verdict.outcome]}]{verdict.outcome}[/]"
         figures = [""] * 3 if verdict.outcome == "not run" else _figures(verdict)
-        verdict_table.add_row(verdict.scenario, outcome, *figures, plain(verdict.why))
+        verdict_table.add_row(verdict.scenario, outcome, *figures, escape_markup(verdict.why))
     return verdict_table
 
 

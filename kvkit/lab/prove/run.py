@@ -33,7 +33,7 @@ MOST_CROWD = 200_000
 ATTEMPTS_S = 10.0
 """Longest time to retry prompts until KV is loaded, in seconds: stores may complete late."""
 _PREEMPTIONS = 3
-Expected = tuple[str, bool, bool]
+ExpectedKey = tuple[str, bool, bool]
 """(name of a prompt, whether it uses the adapter, whether the weights are changed)."""
 
 
@@ -59,7 +59,7 @@ class ToProve:
     weights: ChangedWeights | None = None
     store_pid: int | None = None
     missing: dict[str, str] = field(default_factory=dict)
-    expected: dict[Expected, Reply] = field(default_factory=dict)
+    expected: dict[ExpectedKey, Reply] = field(default_factory=dict)
     changed: bool = False
     failed: bool = False
 
@@ -70,7 +70,7 @@ def run(proof: ToProve, report: Report) -> list[ScenarioVerdict]:
     Raises:
         BenchError: an engine does not start, the reference does not answer, or the dtypes differ.
     """
-    chosen = [one for one in proof.scenarios if not _lacking(proof, one)]
+    chosen = [scenario for scenario in proof.scenarios if not _missing_requirements(proof, scenario)]
     engines = [ProvedEngine("reference", proof.reference)] if chosen else []
     if proof.changed_reference is not None and any(map(changes_weights, chosen)):
         engines.append(ProvedEngine("changed", proof.changed_reference))
@@ -79,18 +79,18 @@ def run(proof: ToProve, report: Report) -> list[ScenarioVerdict]:
         if engines:
             for engine in (*engines, proof.engine):
                 stack.callback(engine.close)
-            beside = isinstance(proof.reference, EngineLaunch) and proof.reference.beside
-            with opening([*engines, proof.engine], beside) as openers:
-                if beside:
+            concurrent = isinstance(proof.reference, EngineLaunch) and proof.reference.concurrent
+            with opening([*engines, proof.engine], concurrent) as openers:
+                if concurrent:
                     report(f"starting {len(engines) + 1} engines")
                     openers[-1]()  # fails early if the engine to prove does not start
                 for changed, engine in enumerate(engines):
-                    if not beside:
+                    if not concurrent:
                         report(f"{engine.name}: starting" if engine.is_own else f"{engine.name}: connecting")
                     openers[changed]()
                     _ask_reference(proof, engine, chosen, bool(changed), report)
                     engine.close()
-                if not beside:
+                if not concurrent:
                     is_own = proof.engine.is_own
                     report("starting the engine with the connector" if is_own else "connecting to the engine")
                     openers[-1]()
@@ -98,7 +98,7 @@ def run(proof: ToProve, report: Report) -> list[ScenarioVerdict]:
             if proof.engine.dtype not in ("", proof.dtype):
                 raise BenchError(f"dtype = {proof.dtype}: the engine has {proof.engine.dtype}")
         for scenario in proof.scenarios:
-            if reason := _lacking(proof, scenario):
+            if reason := _missing_requirements(proof, scenario):
                 verdicts.append(ScenarioVerdict(scenario.name, "not run", reason))
             else:
                 report(f"{scenario.name}: begins")
@@ -113,36 +113,37 @@ def run(proof: ToProve, report: Report) -> list[ScenarioVerdict]:
 
 
 def changes_weights(scenario: Scenario) -> bool:
+    """Return whether an act of the scenario changes the model's weights."""
     return any(act.do == "change weights" for act in scenario.acts)
 
 
-def _lacking(proof: ToProve, scenario: Scenario) -> str:
-    """Return why a scenario cannot run; empty: it can."""
+def _missing_requirements(proof: ToProve, scenario: Scenario) -> str:
+    """Return the reasons that a scenario cannot run; empty: it can."""
     actions = {act.do for act in scenario.acts}
     requirements = [
-        *(["adapter"] if any(one.adapter for one in scenario.asked()) else []),
+        *(["adapter"] if any(prompt.adapter for prompt in scenario.all_prompts()) else []),
         *(["own"] if actions & {"restart", "kill"} else []),
         *(["weights"] if "change weights" in actions else []),
         *(["store"] if "kill store" in actions else []),
     ]
-    return "; ".join(proof.missing[one] for one in requirements if one in proof.missing)
+    return "; ".join(proof.missing[name] for name in requirements if name in proof.missing)
 
 
-def wanted(scenarios: Sequence[Scenario], changed: bool) -> set[tuple[str, bool]]:
+def reference_prompts(scenarios: Sequence[Scenario], changed: bool) -> set[tuple[str, bool]]:
     """Return (prompt, whether with adapter) to send to the reference, with changed weights if `changed`."""
-    scenarios = [one for one in scenarios if changes_weights(one) or not changed]
-    prompts = {(one.name, one.adapter) for scenario in scenarios for one in scenario.asked()}
-    return prompts | {(one.name, one.adapter) for s in scenarios for one in s.unlike or ()}
+    scenarios = [scenario for scenario in scenarios if changes_weights(scenario) or not changed]
+    prompts = {(prompt.name, prompt.adapter) for scenario in scenarios for prompt in scenario.all_prompts()}
+    return prompts | {(prompt.name, prompt.adapter) for s in scenarios for prompt in s.unlike or ()}
 
 
 def _ask_reference(
     proof: ToProve, engine: ProvedEngine, scenarios: Sequence[Scenario], changed: bool, report: Report
 ) -> None:
-    """Send the scenarios' prompts to an engine without the connector, one at a time. Mutates `proof`."""
+    """Send the scenarios' prompts to an engine without the connector, in turn. Mutates `proof`."""
     engine.watch(proof.folder / ("changed" if changed else "expected"))
-    prompts = sorted(wanted(scenarios, changed))
+    prompts = sorted(reference_prompts(scenarios, changed))
     for name, adapter in counted(prompts, f"{engine.name}: prompts", len(prompts), report):
-        (reply,) = engine.ask([SentPrompt(tuple(proof.prompts[name]), adapter=adapter)])
+        (reply,) = engine.send_prompts([SentPrompt(tuple(proof.prompts[name]), adapter=adapter)])
         if reply.error is not None:
             raise BenchError(f"the reference does not answer: {reply.error}")
         proof.expected[name, adapter, changed] = reply
@@ -159,13 +160,13 @@ def prove_scenario(proof: ToProve, scenario: Scenario) -> ScenarioVerdict:
         proof.weights.restore()
         proof.changed = False
     try:
-        _revive(proof.engine)
+        _restart_if_gone(proof.engine)
     except BenchError as error:
         reason, log = f"the engine is gone: {_first_line(error)}", proof.engine.log()
         return ScenarioVerdict(scenario.name, "not run", reason, log=log, gone=True)
     try:
         for act in scenario.acts:
-            observed += _do(proof, act)
+            observed += _carry_out(proof, act)
     except BenchError as error:
         proof.failed = True
         reason = f"the engine does not answer: {_first_line(error)}"
@@ -186,14 +187,14 @@ def _first_line(error: BenchError) -> str:
     return str(error).partition("\n")[0]
 
 
-def _revive(engine: ProvedEngine) -> None:
+def _restart_if_gone(engine: ProvedEngine) -> None:
     """Restart the engine if the last scenario ended it.
 
     Raises:
         BenchError: the engine does not start, or is gone and was not started here.
     """
     try:
-        engine.counts()
+        engine.read_counts()
     except BenchError:
         if not engine.is_own:
             raise
@@ -201,20 +202,20 @@ def _revive(engine: ProvedEngine) -> None:
         engine.open()
 
 
-def _do(proof: ToProve, act: Act) -> list[Observed]:
-    """Carry out an act; return the results of its prompts, or why the act did not happen."""
-    engine, queries = proof.engine, [_query(proof, one) for one in act.prompts]
+def _carry_out(proof: ToProve, act: Act) -> list[Observed]:
+    """Carry out an act; return the results of its prompts, or the reason that it did not happen."""
+    engine, prompts = proof.engine, [_to_send(proof, prompt) for prompt in act.prompts]
     if act.do == "ask":
-        return _asked(proof, act)
+        return _ask_until_loaded(proof, act)
     if act.do == "preempt":
-        return [_preempted(proof, act)]
+        return [_ask_and_preempt(proof, act)]
     missing = ""
     if act.do == "forget":
-        missing = "" if engine.forget() else _crowd(proof)
+        missing = "" if engine.reset_prefix_cache() else _fill_blocks(proof)
     elif act.do == "crowd":
-        missing = _crowd(proof)
+        missing = _fill_blocks(proof)
     elif act.do in ("abort", "kill"):
-        if not engine.leave(queries, engine.kill if act.do == "kill" else lambda: None):
+        if not engine.abandon_prompts(prompts, engine.kill if act.do == "kill" else lambda: None):
             missing = "no prompt was seen running"
         if act.do == "kill":
             engine.open()
@@ -231,46 +232,46 @@ def _do(proof: ToProve, act: Act) -> list[Observed]:
     return [Observed((), "any", (), 0, missing=missing)] if missing else []
 
 
-def _query(proof: ToProve, asked: AskedPrompt) -> SentPrompt:
+def _to_send(proof: ToProve, asked: AskedPrompt) -> SentPrompt:
     return SentPrompt(tuple(proof.prompts[asked.name]), asked.salt, asked.adapter)
 
 
-def _crowd(proof: ToProve) -> str:
-    """Fill every block with other prompts; return why that is impossible, or an empty string."""
-    tokens = proof.engine.capacity()
+def _fill_blocks(proof: ToProve) -> str:
+    """Fill every block with other prompts; return the reason that this is impossible; empty: done."""
+    tokens = proof.engine.capacity_tokens()
     if tokens > MOST_CROWD:
         return f"blocks of {tokens} tokens are too many to fill: start the engine with VLLM_SERVER_DEV_MODE=1"
     longest = max(map(len, proof.prompts.values()))
     for prompt in crowd_of(proof.seed, tokens, longest):
-        proof.engine.ask([SentPrompt(tuple(prompt))])
+        proof.engine.send_prompts([SentPrompt(tuple(prompt))])
     for path in (proof.folder / "found").glob("*.safetensors"):
         path.unlink()
     return ""
 
 
-def _asked(proof: ToProve, act: Act) -> list[Observed]:
+def _ask_until_loaded(proof: ToProve, act: Act) -> list[Observed]:
     """Send the prompts of an act; if KV must be loaded, repeat until it is. Return all results."""
     deadline = time.monotonic() + ATTEMPTS_S
     results = [_observe(proof, act)]
-    while act.loads == "some" and not _settled(results[-1]) and time.monotonic() < deadline:
-        if not proof.engine.forget():
-            _crowd(proof)
+    while act.loads == "some" and not _is_settled(results[-1]) and time.monotonic() < deadline:
+        if not proof.engine.reset_prefix_cache():
+            _fill_blocks(proof)
         results.append(_observe(proof, act))
     return [*(replace(result, loads="any") for result in results[:-1]), results[-1]]
 
 
-def _settled(observed: Observed) -> bool:
+def _is_settled(observed: Observed) -> bool:
     wrong = any(comparison.wrong for comparison in observed.compared) or bool(observed.wrong_page)
     return bool(observed.loaded) or observed.loaded is None or wrong
 
 
 def _observe(proof: ToProve, act: Act, then: Callable[[], None] | None = None) -> Observed:
     """Send the prompts of an act, and compare answers and pages with the reference."""
-    queries = [_query(proof, prompt) for prompt in act.prompts]
-    before = proof.engine.counts()
-    replies = proof.engine.ask(queries, then)
+    prompts = [_to_send(proof, prompt) for prompt in act.prompts]
+    before = proof.engine.read_counts()
+    replies = proof.engine.send_prompts(prompts, then)
     proof.failed = proof.failed or any(reply.error is not None for reply in replies)
-    loaded = proof.engine.counts()["loaded"] - before["loaded"]
+    loaded = proof.engine.read_counts()["loaded"] - before["loaded"]
     tolerance = LOGPROB_TOLERANCE[proof.dtype]
     compared: list[Compared] = []
     pages, wrong_page = 0, ""
@@ -286,15 +287,15 @@ def _observe(proof: ToProve, act: Act, then: Callable[[], None] | None = None) -
     return Observed(act.prompts, act.loads, tuple(compared), loaded, pages, wrong_page)
 
 
-def _preempted(proof: ToProve, act: Act) -> Observed:
+def _ask_and_preempt(proof: ToProve, act: Act) -> Observed:
     """Send the prompts of an act and preempt the requests while they decode."""
     engine = proof.engine
     for _ in range(_PREEMPTIONS):
-        before, skipped = engine.counts(), engine.skipped()
-        observed = _observe(proof, act, engine.preempt)
-        if any(one.wrong for one in observed.compared):  # a failed engine may report no counts
+        before, skipped = engine.read_counts(), engine.skipped_tokens()
+        observed = _observe(proof, act, engine.preempt_requests)
+        if any(comparison.wrong for comparison in observed.compared):  # a failed engine may report no counts
             return observed
-        increase, after = engine.counts() - before, engine.skipped()
+        increase, after = engine.read_counts() - before, engine.skipped_tokens()
         if increase["preempted"]:
             break
     else:

@@ -29,7 +29,7 @@ class AskedPrompt:
 
     name: str
     salt: str = ""  # of the tenant
-    adapter: bool = False  # computed with the LoRA adapter
+    adapter: bool = False  # whether it is computed with the LoRA adapter
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,9 +55,9 @@ class Scenario:
     acts: tuple[Act, ...]
     unlike: tuple[AskedPrompt, AskedPrompt] | None = None
 
-    def asked(self) -> list[AskedPrompt]:
+    def all_prompts(self) -> list[AskedPrompt]:
         """Return the prompts of all acts."""
-        return [one for act in self.acts for one in act.prompts]
+        return [prompt for act in self.acts for prompt in act.prompts]
 
 
 def _ask(*prompts: AskedPrompt, loads: Loads = "any") -> Act:

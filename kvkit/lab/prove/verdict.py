@@ -40,7 +40,7 @@ class Compared:
 
 @dataclass(frozen=True, slots=True)
 class Observed:
-    """Results of an act that sent prompts, or why an act did not happen."""
+    """Results of an act that sent prompts, or the reason that an act did not happen."""
 
     prompts: tuple[AskedPrompt, ...]
     loads: Loads

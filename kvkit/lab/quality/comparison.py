@@ -89,12 +89,9 @@ def summarise(entries: Sequence[Mapping[str, Any]]) -> dict[str, dict[str, dict[
     of K deviation at the same ratio, with its interval. `speedup`: median seconds of full recompute relative
     to the method's.
     """
-    sets: dict[str, list[dict[str, Measures]]] = {}
-    for entry in entries:
-        sets.setdefault(entry["set"], []).append(entry["measured"])
     return {
         kind: {name: _summary(measurements, name) for name in measurements[0]}
-        for kind, measurements in sets.items()
+        for kind, measurements in _by_set(entries).items()
     }
 
 
@@ -104,10 +101,7 @@ def overall(entries: Sequence[Mapping[str, Any]]) -> dict[str, dict[str, Any]]:
     Sets have equal weight. Intervals come from resampling within each set. `f1_ahead`: f1 minus that of
     `BASELINE`, with the interval over the same resamples.
     """
-    sets: dict[str, list[dict[str, Measures]]] = {}
-    for entry in entries:
-        sets.setdefault(entry["set"], []).append(entry["measured"])
-    summaries = summarise(entries)
+    sets, summaries = _by_set(entries), summarise(entries)
     means: dict[str, dict[str, Any]] = {}
     f1s: dict[str, NDArray[np.float64]] = {}
     for name in next(iter(summaries.values())):
@@ -136,6 +130,13 @@ def overall(entries: Sequence[Mapping[str, Any]]) -> dict[str, dict[str, Any]]:
     return means
 
 
+def _by_set(entries: Sequence[Mapping[str, Any]]) -> dict[str, list[dict[str, Measures]]]:
+    sets: dict[str, list[dict[str, Measures]]] = {}
+    for entry in entries:
+        sets.setdefault(entry["set"], []).append(entry["measured"])
+    return sets
+
+
 def _summary(measurements: Sequence[Mapping[str, Measures]], name: str) -> dict[str, Any]:
     def values_of(method: str, figure: str) -> NDArray[np.float64]:
         return np.array([measured[method][figure] for measured in measurements])
@@ -161,7 +162,7 @@ def _summary(measurements: Sequence[Mapping[str, Measures]], name: str) -> dict[
 
 
 class Measuring(Protocol):
-    """Interface of judges, which measure methods on samples; see `kvkit.lab.quality.judge.Judge`.
+    """Interface of judges, which measure methods on samples, such as `kvkit.lab.quality.judge.Judge`.
 
     Attributes:
         weights: identifier of the model's weights.

@@ -23,11 +23,12 @@ from kvkit.lab.quality.judge import Judge, Measures, Method, NotBlendable, figur
 from kvkit.lab.quality.statistics import f1
 from kvkit.lab.quality.tasks.sample import Encode, Sample
 from kvkit.lab.serve import memory
+from kvkit.observe.terminal import print_text
 
 CHUNK_TOKENS = 128
 TOKENS = 768
 MORE_TOKENS = 768
-"""Room for a prompt's question and answer, and for documents longer than requested."""
+"""Tokens beyond those requested: a prompt's question and answer, and documents that are longer."""
 TIER_BYTES = 1 << 30
 
 
@@ -75,7 +76,7 @@ def opened(
     message = f"{reason}: measured in vLLM" + (
         f", which does not support: {unsupported}" if unsupported else ""
     )
-    console.print(message, markup=False, highlight=False, soft_wrap=True)
+    print_text(message, console)
     try:
         yield engine, engine.encode, supported
     finally:
@@ -168,9 +169,10 @@ class EngineJudge:
         self._llm.llm_engine.engine_core.shutdown()
 
     def _answer(self, sample: Sample, selection: Selection | None = None) -> tuple[torch.Tensor, Measures]:
-        """Return log probabilities [C, V] of the continuation's tokens, each given those before, and figures.
+        """Return log probabilities [C, V] of the continuation's tokens, and figures of the prompt.
 
-        Figures: seconds of the prompt; rows if it is blended; f1 if the sample has an answer.
+        Each token is given the earlier ones. Figures: seconds until the first token; rows if the prompt is
+        blended; f1 if the sample has an answer.
         """
         from kvkit.lab.quality.teacher_forcing import FOLLOW
 
@@ -188,7 +190,7 @@ class EngineJudge:
             prompt["cache_salt"] = uuid4().hex  # prevents hits
         tokens = sample.continuation.tolist()
         with tempfile.TemporaryDirectory(prefix="kvkit-") as folder:
-            file = Path(folder) / "said.npy"
+            file = Path(folder) / "log_probabilities.npy"
             forced_args = extra | {FOLLOW: {"tokens": tokens, "file": str(file)}}
             (out,) = self._generate([prompt], max_tokens=len(tokens), extra_args=forced_args)
             logits = torch.from_numpy(np.load(file))

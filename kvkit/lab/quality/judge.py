@@ -52,7 +52,7 @@ class Method:
     mask: str = ""
 
 
-_BY_K = {ratio: Selection("k_deviation", ratio, 0) for ratio in (0.05, 0.15, 0.30)}
+_K_DEVIATION = {ratio: Selection("k_deviation", ratio, 0) for ratio in (0.05, 0.15, 0.30)}
 METHODS: Mapping[str, Method] = {
     "naive": Method(Selection("first_n", 0.0, 0)),
     "first n .15": Method(Selection("first_n", 0.15, 0)),
@@ -64,10 +64,10 @@ METHODS: Mapping[str, Method] = {
     "default .15, no value norm": Method(Selection(value_norm=False)),
     "default .15, no fade": Method(Selection(fade=0)),
     "default .15, drift": Method(Selection(drift=0.5)),
-    **{f"k deviation .{100 * ratio:02.0f}": Method(by_k) for ratio, by_k in _BY_K.items()},
-    **{f"default .{100 * ratio:02.0f}": Method(Selection(ratio=ratio)) for ratio in _BY_K},
-    "k deviation .15, bottom-right mask": Method(_BY_K[0.15], "bottom right"),
-    "k deviation .15, block mask": Method(_BY_K[0.15], "blocks"),
+    **{f"k deviation .{100 * ratio:02.0f}": Method(selection) for ratio, selection in _K_DEVIATION.items()},
+    **{f"default .{100 * ratio:02.0f}": Method(Selection(ratio=ratio)) for ratio in _K_DEVIATION},
+    "k deviation .15, bottom-right mask": Method(_K_DEVIATION[0.15], "bottom right"),
+    "k deviation .15, block mask": Method(_K_DEVIATION[0.15], "blocks"),
     **{
         f"{name} .15": Method(Selection(name, 0.15, 0))
         for name in ("cacheblend", "infoflow", "prophetkv", "qcfuse", "oracle", "oracle_change")
@@ -87,7 +87,7 @@ def method_named(name: str) -> Method:
     first 8" `Selection.first_n`, which is otherwise 0 unless NAME is "default".
 
     Raises:
-        BenchError: the name is neither.
+        BenchError: the name is none of `METHODS`, and its method, ratio or option is invalid.
     """
     if name in METHODS:
         return METHODS[name]
@@ -118,7 +118,7 @@ def method_named(name: str) -> Method:
 
 
 class NotBlendable(BenchError):
-    """kvkit cannot compute the model's layers itself: they differ from Llama's."""
+    """kvkit cannot compute the model's layers, which differ from Llama's."""
 
 
 class MeasuredModel:
@@ -144,7 +144,7 @@ class MeasuredModel:
         logits: torch.Tensor = out.logits[0]
         return logits
 
-    def says(self, last: torch.Tensor, sample: Sample, kv: GrowingCache) -> list[int]:
+    def generate_answer(self, last: torch.Tensor, sample: Sample, kv: GrowingCache) -> list[int]:
         """Return greedy tokens, as many as the answer has, from the logits `last` [1, V]. Mutates `kv`."""
         tokens = [int(last.argmax())]
         while len(tokens) < sample.answer:
@@ -190,19 +190,19 @@ class Judge(MeasuredModel):
         total = len(sample.prompt)
         room = total + len(sample.continuation)
         kv = GrowingCache(self.layout, room, self.decoder.device)
-        began = _now(self.decoder.device)
+        start_s = _clock_s(self.decoder.device)
         last = self.logits(sample.prompt, kv)
-        seconds = _now(self.decoder.device) - began
+        seconds = _clock_s(self.decoder.device) - start_s
         full = self.follow(last, sample, kv)
         measured = {"full": figures_of(full, full, sample, 1.0, seconds) | self._f1(last, full, sample, kv)}
-        document_kv, plan = self.documents(sample, room)
+        document_kv, plan = self.document_kv(sample, room)
         for name, method in methods.items():
             for layer, source in zip(kv.layers, document_kv.layers, strict=True):
                 layer.room_k.copy_(source.room_k)
                 layer.room_v.copy_(source.room_v)
-            began = _now(self.decoder.device)
+            start_s = _clock_s(self.decoder.device)
             blended = self._blend(method, sample, plan, kv)
-            seconds = _now(self.decoder.device) - began
+            seconds = _clock_s(self.decoder.device) - start_s
             kv.mark_filled(total)
             logits = self.follow(blended.logits[None], sample, kv)
             rows = blended.row_layers / (total * self.decoder.layers)
@@ -218,10 +218,10 @@ class Judge(MeasuredModel):
         if logits[: sample.answer].argmax(-1).tolist() == answer:
             return {"f1": 1.0}
         kv.mark_filled(len(sample.prompt))
-        return {"f1": f1(self.says(last, sample, kv), answer)}
+        return {"f1": f1(self.generate_answer(last, sample, kv), answer)}
 
-    def documents(self, sample: Sample, room: int) -> tuple[GrowingCache, BlendPlan]:
-        """Return KV of every document, computed alone after `lead` and rotated to its place, and the plan."""
+    def document_kv(self, sample: Sample, room: int) -> tuple[GrowingCache, BlendPlan]:
+        """Return the documents' KV and the plan; each is computed alone after `lead`, then rotated."""
         document_kv, lead = GrowingCache(self.layout, room, self.decoder.device), len(self.lead)
         for start, stop in sample.documents:
             ids = np.concatenate([self.lead, sample.prompt[start:stop]])
@@ -240,13 +240,17 @@ class Judge(MeasuredModel):
         pages = paged(kv)
         if method.mask == "blocks":
             imitation = _BlockMask(self.decoder, plan)
-            return blend(imitation, pages, sample.prompt, plan, method.selection, last_keys=imitation.sees)
-        sees = _bottom_right(plan.tokens) if method.mask else None
+            return blend(
+                imitation, pages, sample.prompt, plan, method.selection, last_keys=imitation.last_keys
+            )
+        last_keys = _bottom_right(plan.tokens) if method.mask else None
         selection, auxiliary = method.selection, self.auxiliary
-        return blend(self.decoder, pages, sample.prompt, plan, selection, last_keys=sees, auxiliary=auxiliary)
+        return blend(
+            self.decoder, pages, sample.prompt, plan, selection, last_keys=last_keys, auxiliary=auxiliary
+        )
 
 
-def _now(device: torch.device) -> float:
+def _clock_s(device: torch.device) -> float:
     """Return CPU seconds, or on a GPU wall seconds after its work is complete."""
     if device.type != "cuda":
         return time.process_time()
@@ -283,7 +287,8 @@ class _BlockMask(HuggingFaceDecoder):
         self.plan = plan
         self.zeros: NDArray[np.intp] = np.zeros(0, np.intp)
 
-    def sees(self, positions: Positions) -> Positions:
+    def last_keys(self, positions: Positions) -> Positions:
+        """Return the last key position that each row attends to."""
         selected = np.flatnonzero(~np.isin(positions, self.plan.computed))
         if len(positions) == int((~self.plan.exact).sum()):  # layer 0 is dense
             selected = selected[:0]
@@ -316,13 +321,13 @@ def load_judge(model: str | None, console: Console) -> tuple[Judge, Encode, str]
 
 
 def load_auxiliary(name: str, model: str | None, console: Console) -> AuxiliaryModel:
-    """Load an auxiliary model for `model`; `name`: hub id, folder or "gemma".
+    """Load an auxiliary model (`name`: hub id, folder or "gemma") for the measured `model`.
 
     Raises:
         BenchError: a package is missing, or a model cannot be loaded.
     """
     tokenizer, loaded = load_model(model_folder(name, console))
-    return AuxiliaryModel(_placed(loaded), (load_tokenizer(model_folder(model, console)), tokenizer))
+    return AuxiliaryModel(_on_device(loaded), (load_tokenizer(model_folder(model, console)), tokenizer))
 
 
 def load_measured(model: str | None, console: Console, make: Callable[[Any], M]) -> tuple[M, Encode]:
@@ -334,7 +339,7 @@ def load_measured(model: str | None, console: Console, make: Callable[[Any], M])
     folder = model_folder(model, console)
     console.print("loading the model")
     tokenizer, loaded = load_model(folder)
-    measured = make(_placed(loaded))
+    measured = make(_on_device(loaded))
     measured.lead = np.array(tokenizer("")["input_ids"], np.int32)
 
     def encode(text: str) -> list[int]:
@@ -343,6 +348,6 @@ def load_measured(model: str | None, console: Console, make: Callable[[Any], M])
     return measured, encode
 
 
-def _placed(model: Any) -> Any:
-    """Move the model to a GPU, if there is one."""
+def _on_device(model: Any) -> Any:
+    """Move the model to the GPU, if there is one, and return it."""
     return model.to("cuda") if torch.cuda.is_available() else model

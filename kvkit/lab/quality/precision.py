@@ -43,7 +43,7 @@ class PrecisionJudge(MeasuredModel):
 
     @torch.inference_mode()
     def measure(
-        self, sample: Sample, forms: Sequence[Precision] = get_args(Precision)
+        self, sample: Sample, precisions: Sequence[Precision] = get_args(Precision)
     ) -> dict[str, Measures]:
         """Return figures of each precision and of `full`, as `Judge.measure`; rows and seconds are NaN."""
         sample = sample.behind(self.lead)
@@ -51,7 +51,7 @@ class PrecisionJudge(MeasuredModel):
         kv, nan = GrowingCache(self.layout, room, self.model.device), float("nan")
         full = self.follow(self.logits(sample.prompt, kv), sample, kv)
         measured = {"full": figures_of(full, full, sample, nan, nan)}
-        for precision in forms:
+        for precision in precisions:
             quantised_kv = GrowingCache(self.layout, room, self.model.device)
             restore(quantised_kv, kv, stored_tokens, precision)
             log_probabilities = self.follow(

@@ -27,33 +27,32 @@ def bootstrap(
         raise ValueError(
             f"values: {len(values)}, over: {0 if over is None else len(over)}; want equal numbers, above 0"
         )
-    picks = default_rng(seed).integers(0, len(values), (RESAMPLES, len(values)))
-    means = values[picks].mean(1)
+    means = resampled_means(values, seed)
     if over is not None:
-        means = means / over[picks].mean(1)
+        means = means / resampled_means(over, seed)  # equal seeds and lengths: the same samples
     low, high = np.percentile(means, [2.5, 97.5])
     return float(low), float(high)
 
 
 def resampled_means(values: NDArray[np.float64], seed: int = 0) -> NDArray[np.float64]:
-    """Return means [RESAMPLES] of bootstrap resamples of `values`."""
+    """Return the means [RESAMPLES] of bootstrap resamples of `values`; equal for equal seeds."""
     picks = default_rng(seed).integers(0, len(values), (RESAMPLES, len(values)))
     means: NDArray[np.float64] = values[picks].mean(1)
     return means
 
 
-def paired_p(values: NDArray[np.float64], others: NDArray[np.float64], seed: int = 0) -> float:
+def paired_p(values: NDArray[np.float64], baseline: NDArray[np.float64], seed: int = 0) -> float:
     """Return the two-sided p of a paired randomisation test (Fisher) of equal means.
 
     Draws the signs of the differences by sample `RESAMPLES` times; equal for equal seeds.
     """
-    differences = values - others
+    differences = values - baseline
     signs = default_rng(seed).choice((-1.0, 1.0), (RESAMPLES, len(differences)))
     as_extreme = np.abs((signs * differences).mean(1)) >= abs(differences.mean()) - 1e-12
     return float((1 + as_extreme.sum()) / (1 + RESAMPLES))
 
 
-def f1(said: Sequence[Hashable], wanted: Sequence[Hashable]) -> float:
-    """Return the harmonic mean of precision and recall of `said`, counting repeated items (SQuAD's F1)."""
-    common = sum((Counter(said) & Counter(wanted)).values())
-    return 2 * common / (len(said) + len(wanted)) if common else 0.0
+def f1(predicted: Sequence[Hashable], expected: Sequence[Hashable]) -> float:
+    """Return SQuAD's F1 of `predicted`: harmonic mean of precision and recall, counting repeated items."""
+    common = sum((Counter(predicted) & Counter(expected)).values())
+    return 2 * common / (len(predicted) + len(expected)) if common else 0.0

@@ -1,4 +1,4 @@
-"""Make requests generate a given text, and record the model's own predictions at each of its tokens."""
+"""Logits processor for vLLM that forces a given text, and records the model's predictions at each token."""
 
 from __future__ import annotations
 

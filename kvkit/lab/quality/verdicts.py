@@ -1,4 +1,4 @@
-"""Verdicts on a model for `kvkit doctor`: whether it may be blended, and its KV be quantised."""
+"""Checks of `kvkit doctor` whether a model may be blended, and whether its KV may be quantised."""
 
 from __future__ import annotations
 
@@ -11,10 +11,11 @@ from kvkit.environment import prepare_verdicts
 from kvkit.format.layout import Precision
 from kvkit.lab.files import BenchError, measuring, model_folder
 from kvkit.observe.progress import timed
+from kvkit.observe.terminal import print_text
 
 
 def check_blending(model: str, console: Console) -> None:
-    """Measure whether a model may be blended; keep and print the verdict.
+    """Measure a model's answers with blending; keep and print the verdict.
 
     Raises:
         BenchError: the model must not be blended or cannot be measured.
@@ -24,7 +25,7 @@ def check_blending(model: str, console: Console) -> None:
     from kvkit.lab.quality.in_vllm import opened
     from kvkit.lab.quality.judge import METHODS
 
-    _prepare("blend")
+    _prepare_folder("blend")
     folder = model_folder(model, console)
     methods = {name: METHODS[name] for name in GATE_METHODS}
     with measuring(model), opened(folder, console, methods) as (judge, encode, _):
@@ -37,16 +38,16 @@ def check_blending(model: str, console: Console) -> None:
         f"({low:.4f}–{high:.4f}), limit {verdict['kl_limit']}; that is {verdict['of_naive']:.2f} of "
         f"the change by reuse without recomputation ({verdict['naive_kl']:.4f}), "
         f"limit {verdict['of_naive_limit']}",
-        *_kept(verdict, served),
+        *_kept_lines(verdict, served),
     ):
-        console.print(line, markup=False, highlight=False, soft_wrap=True)
+        print_text(line, console)
     if not verdict["passed"]:
         raise BenchError("this model must not be blended")
     console.print("this model may be blended")
 
 
-def check_precision(form: str, model: str, console: Console) -> None:
-    """Measure whether a model's KV may be quantised; keep and print the verdict.
+def check_precision(name: str, model: str, console: Console) -> None:
+    """Measure a model's answers with quantised KV; keep and print the verdict.
 
     Raises:
         BenchError: the KV must not be quantised or cannot be measured, or the precision is unknown.
@@ -54,10 +55,10 @@ def check_precision(form: str, model: str, console: Console) -> None:
     """
     from kvkit.lab.quality import precision as gate
 
-    forms: dict[str, Precision] = {known: known for known in get_args(Precision)}
-    if (precision := forms.get(form)) is None:
-        raise BenchError(f"precision = {form!r}: want one of {', '.join(forms)}")
-    _prepare(f"precision/{precision}")
+    choices: dict[str, Precision] = {known: known for known in get_args(Precision)}
+    if (precision := choices.get(name)) is None:
+        raise BenchError(f"precision = {name!r}: want one of {', '.join(choices)}")
+    _prepare_folder(f"precision/{precision}")
     folder = model_folder(model, console)
     judge, encode = gate.load(folder, console)
     served = served_names(folder, judge.model.config)
@@ -76,15 +77,15 @@ def check_precision(form: str, model: str, console: Console) -> None:
             if verdict["sure"]
             else ["a limit lies within its interval: other texts may change the verdict"]
         ),
-        *_kept(verdict, served),
+        *_kept_lines(verdict, served),
     ):
-        console.print(line, markup=False, highlight=False, soft_wrap=True)
+        print_text(line, console)
     if not verdict["passed"]:
         raise BenchError(f"this model's KV must not be held in {precision}")
     console.print(f"this model's KV may be held in {precision}")
 
 
-def _prepare(kind: str) -> None:
+def _prepare_folder(kind: str) -> None:
     """Create the folder for verdicts of this kind, before measuring.
 
     Raises:
@@ -98,8 +99,8 @@ def _prepare(kind: str) -> None:
         ) from error
 
 
-def _kept(verdict: dict[str, Any], served: list[str]) -> list[str]:
-    """Return lines that state the location of a verdict."""
+def _kept_lines(verdict: dict[str, Any], served: list[str]) -> list[str]:
+    """Return lines with the paths of a verdict, and a hint if vLLM engines cannot find it."""
     hint = "not kept for engines of vLLM, which need blake3 to find it: pip install 'kvkit-llm[blake3]'"
     return [f"kept in {', '.join(verdict['paths'])}", *([] if served else [hint])]
 

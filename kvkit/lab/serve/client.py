@@ -57,7 +57,7 @@ class Completion:
     cached_tokens: int | None = None  # prompt tokens not computed; None if the server does not report them
     exact: bool | None = None  # whether the text begins with the exact answer; None if none is known
     top: Mapping[str, float] | None = None  # log-probabilities of the likeliest first tokens, if requested
-    error: str | None = None  # why there is no complete answer
+    error: str | None = None  # reason for an incomplete answer
 
 
 def connect(name: str, url: str, model: str | None = None, timeout_s: float = 30.0) -> Target:
@@ -66,15 +66,15 @@ def connect(name: str, url: str, model: str | None = None, timeout_s: float = 30
     Raises:
         BenchError: the URL is invalid, no server answers there, or it does not have the model.
     """
-    parts = urlsplit(url)
-    if parts.scheme not in ("http", "https") or not parts.hostname or shown(url) != url:
+    address = urlsplit(url)
+    if address.scheme not in ("http", "https") or not address.hostname or shown(url) != url:
         raise BenchError(f"url = {shown(url)!r}: want http://HOST:PORT or https://HOST, and no more")
     base = url.rstrip("/").removesuffix("/v1")
     try:
         models = json.loads(_get(f"{base}/v1/models", timeout_s))["data"]
         known = {str(entry["id"]): entry for entry in models}
     except (OSError, http.client.HTTPException, ValueError, LookupError, TypeError) as error:
-        raise BenchError(f"{url}: no OpenAI-compatible server ({_words(error)})") from error
+        raise BenchError(f"{url}: no OpenAI-compatible server ({_describe(error)})") from error
     selected = model or next(iter(known), None)
     if selected is None or selected not in known:
         raise BenchError(f"model = {selected!r}: {url} has {', '.join(known) or 'none'}")
@@ -125,11 +125,13 @@ def drive(
     return answers, time.perf_counter() - start
 
 
-def ask(server: Target, request: CompletionRequest, prompt: str, timeout_s: float, **more: Any) -> Completion:
+def ask(
+    server: Target, request: CompletionRequest, prompt: str, timeout_s: float, **fields: Any
+) -> Completion:
     """Stream one greedy completion; errors of the server or the network are returned, not raised.
 
     A prompt with documents is sent to vLLM as token ids, so that a document has the same ids at every
-    position; tokenization is not timed. `more` is added to the body of the request.
+    position; tokenization is not timed. `fields` are added to the body of the request.
     """
     body: dict[str, Any] = {
         "model": server.model,
@@ -138,7 +140,7 @@ def ask(server: Target, request: CompletionRequest, prompt: str, timeout_s: floa
         "temperature": 0,
         "stream": True,
         "stream_options": {"include_usage": True},
-    } | more
+    } | fields
     if server.vllm:
         body["ignore_eos"] = True
     times: list[float] = []
@@ -165,7 +167,7 @@ def ask(server: Target, request: CompletionRequest, prompt: str, timeout_s: floa
                     pieces.append(choice.get("text") or "")
             usage = event.get("usage") or usage
     except (OSError, http.client.HTTPException, ValueError, LookupError, AttributeError, TypeError) as caught:
-        error = _words(caught)
+        error = _describe(caught)
     end = time.perf_counter()
     if error is not None or not finished:
         timed_out = end - start >= timeout_s
@@ -258,7 +260,7 @@ def samples(server: Target, names: Sequence[str]) -> list[Sample]:
         text = _get(f"{server.url}/metrics", _METRICS_S).decode()
         families = [f for f in text_string_to_metric_families(text) if f.name in names]
     except (OSError, http.client.HTTPException, ValueError) as error:
-        raise BenchError(f"{server.url}/metrics: {_words(error)}") from error
+        raise BenchError(f"{server.url}/metrics: {_describe(error)}") from error
     return [sample for family in families for sample in family.samples]
 
 
@@ -268,7 +270,7 @@ def _get(url: str, timeout_s: float) -> bytes:
 
 
 def stream(url: str, body: dict[str, Any], timeout_s: float) -> Iterator[dict[str, Any]]:
-    """Yield the events of a stream as they arrive."""
+    """Yield the JSON events of a streamed response as they arrive; raises as `exchange`."""
     with exchange("POST", url, json.dumps(body).encode(), timeout_s) as response:
         for line in response:
             data = line.removeprefix(b"data:").strip()
@@ -290,32 +292,32 @@ def exchange(
     Raises:
         OSError, HTTPException: the server does not answer, or its status is not 200.
     """
-    parts = urlsplit(url)
-    connection_type = http.client.HTTPSConnection if parts.scheme == "https" else http.client.HTTPConnection
+    address = urlsplit(url)
+    connection_type = http.client.HTTPSConnection if address.scheme == "https" else http.client.HTTPConnection
     headers = {"Content-Type": "application/json"}
     if key := os.environ.get("OPENAI_API_KEY"):
         headers["Authorization"] = f"Bearer {key}"
     start = time.monotonic()
-    with closing(connection_type(parts.netloc, timeout=timeout_s)) as connection:
+    with closing(connection_type(address.netloc, timeout=timeout_s)) as connection:
         connection.connect()
-        watch = threading.Timer(max(0.0, start + timeout_s - time.monotonic()), _cut, [connection.sock])
-        watch.daemon = True
-        watch.start()
+        timer = threading.Timer(max(0.0, start + timeout_s - time.monotonic()), _shut_down, [connection.sock])
+        timer.daemon = True
+        timer.start()
         try:
-            connection.request(method, parts.path + (parts.query and f"?{parts.query}"), body, headers)
+            connection.request(method, address.path + (address.query and f"?{address.query}"), body, headers)
             with closing(connection.getresponse()) as response:
                 if response.status != 200:
                     text = response.read(4096).decode(errors="replace")
                     raise http.client.HTTPException(f"HTTP {response.status}: {text}")
                 yield response
         finally:
-            watch.cancel()
+            timer.cancel()
 
 
-def _cut(connection: socket.socket) -> None:
+def _shut_down(connection: socket.socket) -> None:
     with suppress(OSError):  # the socket may be closed already
         connection.shutdown(socket.SHUT_RDWR)
 
 
-def _words(error: Exception) -> str:
+def _describe(error: Exception) -> str:
     return f"{type(error).__name__}: {error}"

@@ -39,7 +39,7 @@ class Share:
 
     block_bytes: int | None  # bytes of KV blocks; None: set by the user, or a share of a GPU
     options: tuple[str, ...]  # options of vLLM that set the memory
-    words: str  # the memory in words
+    description: str  # the memory in words
 
 
 def split(available: int, servers: int, weights: int, tiers: int, most: int | None = None) -> int:
@@ -117,12 +117,12 @@ def tier_bytes(config: Config) -> int:
 
 def available_bytes() -> int:
     """Return available bytes, by the machine's free memory and the limits of this process's cgroups."""
-    free = _number(Path("/proc/meminfo"), "MemAvailable:")
+    free = _read_number(Path("/proc/meminfo"), "MemAvailable:")
     assert free is not None, "every Linux since 3.14 reports it"
-    return min([free << 10, *_left_in_groups()])
+    return min([free << 10, *_available_in_groups()])
 
 
-def _number(file: Path, name: str) -> int | None:
+def _read_number(file: Path, name: str) -> int | None:
     """Return the number after `name` in a kernel file; None if it has none."""
     with suppress(OSError):
         if found := re.search(rf"^{name} +(\d+)", file.read_text(), re.MULTILINE):
@@ -137,7 +137,7 @@ _IN_GROUPS = {
 """Files of limit and usage, and the droppable entry of memory.stat, by controller: cgroup v2 and v1."""
 
 
-def _left_in_groups() -> Iterator[int]:
+def _available_in_groups() -> Iterator[int]:
     """Yield bytes left in each memory cgroup above this process, v1 and v2; page cache counts as free."""
     try:
         lines = [line.split(":", 2) for line in Path("/proc/self/cgroup").read_text().splitlines()]
@@ -149,14 +149,14 @@ def _left_in_groups() -> Iterator[int]:
         names, mount = _IN_GROUPS[controllers], Path("/sys/fs/cgroup") / controllers
         folder = mount / path.lstrip("/")
         for group in (folder, *folder.parents):
-            left = _left(group, *names)
-            if left is not None:
-                yield left
+            available = _available_in_group(group, *names)
+            if available is not None:
+                yield available
             if group == mount:
                 break
 
 
-def _left(group: Path, limit: str, usage: str, dropped: str) -> int | None:
+def _available_in_group(group: Path, limit: str, usage: str, dropped: str) -> int | None:
     """Return bytes left in a cgroup; None: it has no limit."""
     try:
         limit_text, used = (group / limit).read_text().strip(), int((group / usage).read_text())
@@ -165,17 +165,17 @@ def _left(group: Path, limit: str, usage: str, dropped: str) -> int | None:
     return (
         None
         if limit_text == "max"
-        else max(0, int(limit_text) - used + (_number(group / "memory.stat", dropped) or 0))
+        else max(0, int(limit_text) - used + (_read_number(group / "memory.stat", dropped) or 0))
     )
 
 
 def kills() -> int:
     """Return the number of processes killed by the kernel for lack of memory so far; 0 if unknown."""
-    return _number(Path("/proc/vmstat"), "oom_kill") or 0
+    return _read_number(Path("/proc/vmstat"), "oom_kill") or 0
 
 
 def killed(before: int | None, code: int | None = None, log: str = "") -> str | None:
-    """Return a message that a server was killed, most likely for lack of memory; None without evidence.
+    """Return a message if there is evidence that a server was killed for lack of memory, else None.
 
     Args:
         before: `kills()` when the server was started; None: ignore that count.

@@ -1,4 +1,4 @@
-"""Requests of a trace as prompts of words: equal chunks become equal text, about one token per word."""
+"""Prompts of words for the requests of a trace: equal chunks become equal text, about a token per word."""
 
 from __future__ import annotations
 

@@ -35,7 +35,7 @@ from kvkit.lab.serve.systems import (
 from kvkit.lab.serve.workloads import WORKLOADS, CompletionRequest, Workload, arriving, document_qa
 from kvkit.lab.simulate.traces import trace_of
 from kvkit.observe.progress import Report
-from kvkit.observe.terminal import show
+from kvkit.observe.terminal import print_text, show
 
 TRACE = "trace"
 """Name of the workload that replays a trace."""
@@ -49,20 +49,20 @@ def run(traffic: Traffic, targets: Targets, json_path: Path, png_path: Path | No
             printing and writing all results, if a system did not start or answer, or a request failed.
         ConfigError, ModelError: kvkit's configuration is wrong, or the model cannot be fetched.
     """
-    known = _known(traffic)
-    workloads = _chosen("workloads", traffic.workloads, tuple(known)) or tuple(known)
+    known = _available_workloads(traffic)
+    workloads = _parse_names("workloads", traffic.workloads, tuple(known)) or tuple(known)
     urls = targets.url or []
-    systems = _chosen("systems", targets.systems, SYSTEMS) or (() if urls else DEFAULT)
+    systems = _parse_names("systems", targets.systems, SYSTEMS) or (() if urls else DEFAULT)
     check_folders(json_path, png_path)
     options = split_options(targets.vllm)
     settings = None if targets.config is None else load_config(targets.config)
     chunk_tokens = CHUNK_TOKENS if settings is None else settings.chunk_tokens
-    report = partial(console.print, markup=False, highlight=False, soft_wrap=True)
+    report = partial(print_text, console=console)
     chosen = _installed(systems, report)
     if not chosen and not urls:
         raise BenchError("nothing to measure: install vLLM, or name a server with --url")
     lost: dict[str, str] = {}
-    running = [connect(*_named(url), targets.model) for url in urls]
+    running = [connect(*_split_name(url), targets.model) for url in urls]
     names = [*chosen, *(server.name for server in running)]
     if len(set(names)) < len(names):
         raise BenchError(f"url: names are {', '.join(names)}, want each once; give them as NAME=URL")
@@ -70,7 +70,7 @@ def run(traffic: Traffic, targets: Targets, json_path: Path, png_path: Path | No
         name = model_folder(targets.model, console) if chosen else ""
         setup = Setup(name, targets.memory_gib, targets.config, options, Path(folder), chunk_tokens)
         if chosen:
-            setup = _sized(setup, settings, chosen, targets.interleave)
+            setup = _with_memory_options(setup, settings, chosen, targets.interleave)
             report(setup.memory)
         groups: list[Sequence[str | Target]] = [*([system] for system in chosen), running]
         if targets.interleave:
@@ -171,7 +171,7 @@ def measure(
     for number in range(traffic.rounds if ready else 0):
         rotation = number % len(ready)
         for workload, make in workloads.items():
-            requests = _round(make, traffic, number)
+            requests = _round_requests(make, traffic, number)
             for server in [*ready[rotation:], *ready[:rotation]]:
                 report(f"round {number + 1} of {traffic.rounds}: {workload} on {server.name}")
                 kills = memory.kills()
@@ -181,7 +181,7 @@ def measure(
                 yield measured
 
 
-def _known(traffic: Traffic) -> dict[str, Workload]:
+def _available_workloads(traffic: Traffic) -> dict[str, Workload]:
     """Return the available workloads: only the trace, if there is one.
 
     Raises:
@@ -204,7 +204,7 @@ def _known(traffic: Traffic) -> dict[str, Workload]:
     return {TRACE: send}
 
 
-def _round(make: Workload, traffic: Traffic, number: int) -> list[CompletionRequest]:
+def _round_requests(make: Workload, traffic: Traffic, number: int) -> list[CompletionRequest]:
     """Return the requests of one round; its seed is the given seed plus its number."""
     seed = traffic.seed + number
     requests = make(seed, traffic.requests, traffic.words)
@@ -217,7 +217,7 @@ def _warm_up(server: Target, traffic: Traffic) -> str | None:
 
     The second request repeats the document of the first one, to cover the work of a first hit.
     """
-    requests = document_qa(traffic.seed + traffic.rounds, 2, traffic.words, asked=2)
+    requests = document_qa(traffic.seed + traffic.rounds, 2, traffic.words, questions=2)
     errors = (answer.error for answer in drive(server, requests, 1, traffic.timeout_s)[0])
     return next((error for error in errors if error is not None), None)
 
@@ -235,7 +235,7 @@ def _measure(
     )
 
 
-def _chosen(setting: str, text: str, known: Sequence[str]) -> tuple[str, ...]:
+def _parse_names(setting: str, text: str, known: Sequence[str]) -> tuple[str, ...]:
     """Split names at commas.
 
     Raises:
@@ -261,7 +261,9 @@ def _command(workloads: Sequence[str], traffic: Traffic) -> str:
     return f"kvkit bench serve --workloads {','.join(workloads)} {sizes} {times}{rate}"
 
 
-def _sized(setup: Setup, config: Config | None, systems: Sequence[str], interleave: bool) -> Setup:
+def _with_memory_options(
+    setup: Setup, config: Config | None, systems: Sequence[str], interleave: bool
+) -> Setup:
     """Return `setup` with options for vLLM's memory, sized by the machine and the other servers.
 
     Raises:
@@ -275,7 +277,7 @@ def _sized(setup: Setup, config: Config | None, systems: Sequence[str], interlea
         tiers=cache_bytes * (cache_count if interleave else min(1, cache_count)),
         options=setup.options,
     )
-    return replace(setup, options=(*share.options, *setup.options), memory=share.words)
+    return replace(setup, options=(*share.options, *setup.options), memory=share.description)
 
 
 def _start_all(
@@ -297,7 +299,7 @@ def _start_all(
     return ready
 
 
-def _named(url: str) -> tuple[str, str]:
+def _split_name(url: str) -> tuple[str, str]:
     """Split "NAME=URL" into name and URL; a plain URL is named by its host and port."""
     named = re.fullmatch(r"([^=:/]+)=(.*)", url)
     return (named[1], named[2]) if named else (urlsplit(url).netloc, url)

@@ -71,7 +71,7 @@ class Setup:
 
 
 def missing(system: str) -> str | None:
-    """Return why a system cannot be measured here; None if it can."""
+    """Return the reason that a system cannot be measured here; None if it can."""
     if importlib.util.find_spec("vllm") is None:
         return "vLLM is not installed"
     if system == "lmcache" and not _peers() and importlib.util.find_spec("lmcache") is None:
@@ -143,13 +143,13 @@ def serving(
     command: Sequence[str],
     environment: Mapping[str, str],
     folder: Path,
-    serves: Callable[[], bool],
+    is_serving: Callable[[], bool],
     memory: str = "",
 ) -> Iterator[subprocess.Popen[bytes]]:
     """Start a process, wait until it serves, and yield it; end it and its children with the context.
 
     Args:
-        serves: polled until it returns True.
+        is_serving: polled until it returns True.
         memory: memory of the process in words, for the message if it is killed.
 
     Raises:
@@ -165,21 +165,21 @@ def serving(
         )
     try:
         deadline = time.monotonic() + START_S
-        while not serves():
+        while not is_serving():
             with suppress(subprocess.TimeoutExpired):
                 code = process.wait(_PAUSE_S)
                 raise BenchError(
-                    f"{name} ended with {code}{_killed(kills, code, path, memory)}:\n{tail(path)}"
+                    f"{name} ended with {code}{_kill_clause(kills, code, path, memory)}:\n{tail(path)}"
                 )
             if time.monotonic() > deadline:
-                reason = _killed(kills, None, path, memory)
+                reason = _kill_clause(kills, None, path, memory)
                 raise BenchError(f"{name} did not serve within {START_S:.0f} s{reason}:\n{tail(path)}")
         try:
             yield process
         except Exception as error:
             exit_code = process.poll()
             # the kernel's counter is no evidence if the process is alive: other processes run here, too
-            reason = _killed(None if exit_code is None else kills, exit_code, path, memory)
+            reason = _kill_clause(None if exit_code is None else kills, exit_code, path, memory)
             if not reason:
                 raise
             raise BenchError(f"{name} stopped serving{reason}:\n{tail(path)}") from error
@@ -234,6 +234,7 @@ def _lmcache_server(setup: Setup, environment: Mapping[str, str]) -> Iterator[in
 
 
 def healthy(port: int) -> bool:
+    """Return whether a server on loopback answers /health with 200."""
     connection = http.client.HTTPConnection("127.0.0.1", port, timeout=5)
     with closing(connection), suppress(OSError, http.client.HTTPException):
         connection.request("GET", "/health")
@@ -261,7 +262,7 @@ def _peers() -> str | None:
     return str(folder) if os.environ.get("KVKIT_PEERS") and folder.is_dir() else None
 
 
-def _killed(kills: int | None, code: int | None, path: Path, memory: str) -> str:
+def _kill_clause(kills: int | None, code: int | None, path: Path, memory: str) -> str:
     """Return a clause that states the kill of a process and its memory; "" without evidence."""
     reason = killed(kills, code, path.read_text(errors="replace"))
     return "" if reason is None else f", {reason}" + (f" ({memory})" if memory else "")

@@ -55,12 +55,12 @@ class CompletionRequest:
     follows: bool = True  # whether the session's earlier prompts and answers precede `text`
 
 
-def document_qa(seed: int, requests: int, words: int, asked: int = 4) -> list[CompletionRequest]:
-    """Return `asked` questions about each document of `words` words: one per document, then the others."""
+def document_qa(seed: int, requests: int, words: int, questions: int = 4) -> list[CompletionRequest]:
+    """Return `questions` of them about each document of `words` words: one per document, then the rest."""
     rng = _rng(seed, "document-qa")
-    documents = [text_of(rng, words) for _ in range(-(-requests // asked))]
+    documents = [text_of(rng, words) for _ in range(-(-requests // questions))]
     first = list(range(len(documents)))
-    later = [int(d) for d in rng.permutation(np.repeat(first, asked - 1))]
+    later = [int(d) for d in rng.permutation(np.repeat(first, questions - 1))]
     order = (first + later)[:requests]
     return [
         CompletionRequest(i, f"{documents[d]}\n\n{_question(rng)}", again=i >= len(documents))
@@ -107,7 +107,9 @@ def rag(seed: int, requests: int, words: int, drawn: int = 4) -> list[Completion
     count = min(-(-requests // 4), len(names))
     drawn = min(drawn, count)
     codes = [str(code) for code in rng.integers(10_000, 100_000, count)]
-    documents = [told(text_of(rng, max(1, words // drawn - 5)), names[d], codes[d]) for d in range(count)]
+    documents = [
+        with_access_code(text_of(rng, max(1, words // drawn - 5)), names[d], codes[d]) for d in range(count)
+    ]
     completion_requests = [
         CompletionRequest(d, text, False, documents=((0, len(text)),)) for d, text in enumerate(documents)
     ]
@@ -117,20 +119,20 @@ def rag(seed: int, requests: int, words: int, drawn: int = 4) -> list[Completion
         order = [int(d) for d in rng.permutation(chosen)]
         target = order[int(rng.integers(drawn))]
         ends = accumulate((len(documents[d]) for d in order), initial=0)
-        text = "".join([*(documents[d] for d in order), asking(names[target])])
+        text = "".join([*(documents[d] for d in order), access_code_question(names[target])])
         spans = tuple(pairwise(ends))
         completion_requests.append(CompletionRequest(i, text, True, documents=spans, answer=codes[target]))
     return completion_requests
 
 
-def told(text: str, name: str, code: str) -> str:
+def with_access_code(text: str, name: str, code: str) -> str:
     """Return a document of `text` that states the access code of `name`."""
     words = text.split(" ")
-    before, after = (" ".join(part) for part in (words[: len(words) // 2], words[len(words) // 2 :]))
+    before, after = (" ".join(half) for half in (words[: len(words) // 2], words[len(words) // 2 :]))
     return f"{before} Access code of {name}: {code}. {after}\n\n"
 
 
-def asking(name: str) -> str:
+def access_code_question(name: str) -> str:
     """Return a question for the access code of `name`; an exact answer begins with the code."""
     return f"Question: what is the access code of {name}? Access code of {name}:"
 

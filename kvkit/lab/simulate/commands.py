@@ -53,7 +53,7 @@ def simulate(
     from kvkit.lab.simulate import report
     from kvkit.lab.simulate.config import SimulationConfig, load_simulation
     from kvkit.lab.simulate.traces import trace_of, write_trace
-    from kvkit.observe.terminal import show, print_text
+    from kvkit.observe.terminal import print_text, show
 
     import_from_here()  # eviction policies
     try:

@@ -1,4 +1,4 @@
-"""The simulator: takes a trace through nodes and tiers with the cache's plans, policies and eviction.
+"""Simulation of a trace on nodes and tiers, with the cache's own plans, policies and eviction.
 
 Requests are served in order of arrival, without overlap: a request finds everything that earlier requests
 stored. For each request
@@ -66,7 +66,7 @@ class Report:
 
 @dataclass(slots=True)
 class Node:
-    """One node: its role's policy, and its tiers; nodes that share a tier have the same object."""
+    """One node, with its role's policy and its tiers; nodes that share a tier hold the same object."""
 
     policy: Policy
     tiers: dict[str, eviction.EvictionState]
@@ -75,7 +75,7 @@ class Node:
 
 
 class Simulator:
-    """The nodes and tiers of `config` in their current state; a chunk is `block_tokens` tokens."""
+    """Nodes and tiers of `config`, with the contents that requests left; a chunk is `block_tokens` tokens."""
 
     def __init__(self, config: SimulationConfig, block_tokens: int) -> None:
         self.config = config
@@ -89,9 +89,9 @@ class Simulator:
             tuple[str, int], eviction.EvictionState
         ] = {}  # by tier, and number of the node or host
         nodes = config.nodes
-        self._entry = self._nodes("both", 0, nodes.both) or self._nodes("prefill", 0, nodes.prefill)
-        self._decoders = self._nodes("decode", nodes.prefill, nodes.decode)
-        self._held: Counter[str] = Counter()  # bytes by tier, over all nodes
+        self._entry_nodes = self._nodes("both", 0, nodes.both) or self._nodes("prefill", 0, nodes.prefill)
+        self._decode_nodes = self._nodes("decode", nodes.prefill, nodes.decode)
+        self._held_bytes: Counter[str] = Counter()  # bytes by tier, over all nodes
 
     @property
     def room(self) -> int | None:
@@ -105,11 +105,11 @@ class Simulator:
         prompt = request.chunks[: request.prompt_chunks]
         if config.model.state_bytes:  # the state after the last token is of no use
             prompt = prompt[: (request.input_tokens - 1) // size]
-        node = self._route(self._entry, request, prompt)
+        node = self._route(self._entry_nodes, request, prompt)
         arrival_s = request.timestamp_ms / 1000
         start_s = max(arrival_s, node.free_at_s)
-        plan = self._find(node, prompt)
-        if self._decoders:  # only exact KV is handed over
+        plan = self._plan_load(node, prompt)
+        if self._decode_nodes:  # only exact KV is handed over
             plan = planning.clip(plan, plan.exact)
         time_s = self._load(node, plan, prompt)
         hit = min(plan.chunks * size, request.input_tokens - 1)  # the last token's logits are computed
@@ -118,8 +118,8 @@ class Simulator:
         node.free_at_s = start_s + time_s
         for segment in plan.segments:
             report.hit_tokens[segment.tier] += min(segment.stop * size, hit) - segment.start * size
-        self._store(node, prompt if self._decoders else request.chunks, plan, len(prompt))
-        if self._decoders:
+        self._store(node, prompt if self._decode_nodes else request.chunks, plan, len(prompt))
+        if self._decode_nodes:
             time_s += self._hand_over(request, prompt)
         report.requests += 1
         report.prompt_tokens += request.input_tokens
@@ -169,22 +169,22 @@ class Simulator:
         elif route == "least-busy":
             node = min(nodes, key=lambda node: (node.free_at_s, node.served))
         else:
-            node = max(nodes, key=lambda node: (_longest(node, prompt), -node.free_at_s, -node.served))
+            node = max(nodes, key=lambda node: (_longest_run(node, prompt), -node.free_at_s, -node.served))
         node.served += 1
         return node
 
-    def _find(self, node: Node, names: Sequence[str]) -> RetrievePlan:
-        """Plan the load from the node's tiers, with states up to a snapshot. Mutates their order of use."""
+    def _plan_load(self, node: Node, names: Sequence[str]) -> RetrievePlan:
+        """Plan the load from the node's tiers; with states, up to a snapshot. Marks chunks as used."""
         self.report.chunk_lookups += len(names)
-        plan = self._run(node, names)
+        plan = self._held_run(node, names)
         if not self.config.model.state_bytes:
             return plan
         sought = planning.snapshots_sought(plan.chunks)
-        found = (stop for stop in sought if self._run(node, _snapshot(names[stop - 1])).complete)
+        found = (stop for stop in sought if self._held_run(node, _snapshot(names[stop - 1])).complete)
         return planning.clip(plan, next(found, 0))
 
-    def _run(self, node: Node, names: Sequence[str]) -> RetrievePlan:
-        """Return the leading run that the node's tiers hold. Mutates their order of use."""
+    def _held_run(self, node: Node, names: Sequence[str]) -> RetrievePlan:
+        """Return the leading run that the node's tiers hold. Marks chunks as used."""
         plan, before = RetrievePlan(len(names), approximate=self._approximate), -1
         while before < plan.chunks < len(names):
             before = plan.chunks
@@ -195,13 +195,15 @@ class Simulator:
 
     def _load(self, node: Node, plan: RetrievePlan, names: Sequence[str]) -> float:
         """Read the records of `plan` and its snapshot; return the seconds of reading."""
-        time_s = self._move(node, plan, names, self._chunk_bytes)
+        time_s = self._read_run(node, plan, names, self._chunk_bytes)
         if self.config.model.state_bytes and plan.chunks:
             last = _snapshot(names[plan.chunks - 1])
-            time_s += self._move(node, self._run(node, last), last, self._state_bytes)
+            time_s += self._read_run(node, self._held_run(node, last), last, self._state_bytes)
         return time_s
 
-    def _move(self, node: Node, plan: RetrievePlan, names: Sequence[str], sizes: Mapping[str, int]) -> float:
+    def _read_run(
+        self, node: Node, plan: RetrievePlan, names: Sequence[str], sizes: Mapping[str, int]
+    ) -> float:
         """Read records of `sizes` bytes, by tier, and write them back as the policy requires.
 
         Returns the seconds of reading.
@@ -214,7 +216,7 @@ class Simulator:
             time_s += tier.latency_ms / 1000 + read_bytes / tier.bandwidth
         write_back = planning.plan_write_back(plan, plan.chunks, node.policy, self._in_memory)
         for segment in write_back.segments:
-            stored = self._put(node, segment, names, sizes)
+            stored = self._put_run(node, segment, names, sizes)
             self.report.write_back_bytes[segment.tier] += stored * sizes[segment.tier]
         return time_s
 
@@ -230,9 +232,9 @@ class Simulator:
     def _keep(self, node: Node, names: Sequence[str], sizes: Mapping[str, int]) -> None:
         resident = {tier: eviction.use_run(node.tiers[tier], names) for tier in node.policy.store_to}
         for segment in planning.plan_store(len(names), resident).segments:
-            self._put(node, segment, names, sizes)
+            self._put_run(node, segment, names, sizes)
 
-    def _put(self, node: Node, segment: Segment, names: Sequence[str], sizes: Mapping[str, int]) -> int:
+    def _put_run(self, node: Node, segment: Segment, names: Sequence[str], sizes: Mapping[str, int]) -> int:
         """Put records into a tier; return the number of new records that it took."""
         tier, start, stop = segment.tier, segment.start, segment.stop
         state, size, report = node.tiers[tier], sizes[tier], self.report
@@ -243,14 +245,14 @@ class Simulator:
         report.evicted_chunks[tier] += len(victims)
         report.refused_chunks[tier] += stop - start - added
         report.written_bytes[tier] += new_records * size
-        self._held[tier] += (len(state.entries) - before) * size
-        report.peak_bytes[tier] = max(self._held[tier], report.peak_bytes.get(tier, 0))
+        self._held_bytes[tier] += (len(state.entries) - before) * size
+        report.peak_bytes[tier] = max(self._held_bytes[tier], report.peak_bytes.get(tier, 0))
         return new_records
 
     def _hand_over(self, request: Request, prompt: Sequence[str]) -> float:
         """Send a decode node the KV that its own tiers lack; return the seconds on the link."""
-        node = self._route(self._decoders, request, prompt)
-        plan = self._find(node, prompt)
+        node = self._route(self._decode_nodes, request, prompt)
+        plan = self._plan_load(node, prompt)
         plan = planning.clip(plan, plan.exact)  # the prefill node hands over the rest as exact KV
         self._load(node, plan, prompt)  # while the prompt is computed elsewhere
         for tier, chunks in plan.by_tier().items():
@@ -280,7 +282,7 @@ def _snapshot(chunk: str) -> tuple[str, ...]:
     return (f"after {chunk}",)
 
 
-def _longest(node: Node, names: Sequence[str]) -> int:
+def _longest_run(node: Node, names: Sequence[str]) -> int:
     """Return the longest run that one of the node's tiers holds, without marking it as used."""
     held = (node.tiers[tier].entries for tier in node.policy.retrieve_from)
     return max((sum(1 for _ in takewhile(entries.__contains__, names)) for entries in held), default=0)

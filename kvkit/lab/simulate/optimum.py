@@ -1,4 +1,4 @@
-"""The most hits that any eviction policy could have: Belady's MIN, which knows the whole trace."""
+"""Upper bound of the hits of any eviction policy: Belady's MIN, which knows the whole trace."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from kvkit.lab.simulate.traces import Trace
 
 
 def most_hits(trace: Trace, room: int | None) -> int:
-    """Return the most chunks of prompts that can be hits if all requests are known in advance.
+    """Return the maximum number of prompt chunks that can be hits if all requests are known in advance.
 
     Takes O(n log n) in chunks. Keeps the chunks with the soonest next use; if several have the same next use,
     the first of their chain. Other chunks are not stored at all (Belady,

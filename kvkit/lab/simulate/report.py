@@ -103,7 +103,7 @@ def parse_sweep(text: str) -> tuple[str, list[int]]:
     """Parse "memory=4GiB,8GiB" to a tier and its capacities in bytes.
 
     Raises:
-        ConfigError: the text has another form.
+        ConfigError: the text is not in this format.
     """
     tier, _, sizes = text.partition("=")
     try:
@@ -119,7 +119,7 @@ def parse_snapshots(text: str) -> list[int]:
     """Parse "1,4,0" to values of `snapshot_every`; an empty text gives none.
 
     Raises:
-        ConfigError: the text has another form.
+        ConfigError: the text is not in this format.
     """
     values = [value.strip() for value in text.split(",") if value.strip()]
     if not all(value.isdecimal() for value in values):
@@ -150,7 +150,7 @@ def summary(values: Sequence[float]) -> dict[str, float]:
 
 
 def notes(trace: Trace, name: str) -> Iterator[str]:
-    """Yield remarks on the trace that a reader of the figures needs."""
+    """Yield notes on the trace that explain the figures."""
     if not trace.prefixes_known:
         yield (
             f"{name} has only the lengths of requests: no request is known to share a prefix with another, "

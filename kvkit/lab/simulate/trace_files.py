@@ -8,7 +8,7 @@ with a date and time (UTC unless a zone is given). BurstGPT's (https://github.co
 
     Timestamp,Model,Request tokens,Response tokens,Total tokens,Log Type
 
-with seconds; newer ones also have a "Session ID". Columns may be in any order, and there may be others.
+with seconds; newer ones also have a "Session ID". Columns may be in any order; other columns are ignored.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ _SHOWN_COLUMNS = 200  # characters of another file's header
 def read_lines(path: str | Path) -> Iterator[bytes]:
     r"""Yield the lines of a UTF-8 file, which may be gzipped, as they are read; only "\n" ends a line.
 
-    Recognises gzip by the content. Drops a byte order mark. Holds no more than one line.
+    Detects gzip by the content. Drops a byte order mark. Holds at most one line in memory.
 
     Raises:
         ConfigError: the file cannot be read or decompressed, or is UTF-16. The message names it.

@@ -58,7 +58,7 @@ _TOKEN_BYTES = 4  # of text, approximately
 
 
 class Request(msgspec.Struct, frozen=True, gc=False):
-    """One request. It is part of no cycle, so the garbage collector need not visit millions of requests."""
+    """One request. It is in no reference cycle: the garbage collector need not visit millions of them."""
 
     timestamp_ms: float  # time of arrival
     session: str  # requests that a router may keep together
@@ -92,7 +92,7 @@ class _Header(BaseModel):
 
 
 class _Line(BaseModel):
-    """A request as ids of blocks."""
+    """Line with one request as ids of blocks."""
 
     block: ClassVar[int] = MOONCAKE_BLOCK_TOKENS
     timestamp: float = Field(ge=0, allow_inf_nan=False)
@@ -102,9 +102,9 @@ class _Line(BaseModel):
     hash_ids: list[int] | None = None
     blocks: list[int] | None = None
 
-    def requests(self, file: _TraceFile) -> Iterable[_Named]:
-        """Return the requests of the line. Mutates `file`."""
-        return _requests(self, file)
+    def requests(self, file: _TraceFile) -> Iterable[_BlockRequest]:
+        """Return the line's requests. Mutates `file`."""
+        return _request_of_blocks(self, file)
 
 
 class _ValidLine(msgspec.Struct):
@@ -118,23 +118,23 @@ class _ValidLine(msgspec.Struct):
     hash_ids: list[int] | None = None
     blocks: list[int] | None = None
 
-    def requests(self, file: _TraceFile) -> Iterable[_Named]:
-        return _requests(self, file)
+    def requests(self, file: _TraceFile) -> Iterable[_BlockRequest]:
+        return _request_of_blocks(self, file)
 
 
-def _requests(line: _Line | _ValidLine, file: _TraceFile) -> tuple[_Named]:
+def _request_of_blocks(line: _Line | _ValidLine, file: _TraceFile) -> tuple[_BlockRequest]:
     session = str(file.number if line.session is None else line.session)
     return ((line.timestamp, session, line.input_length, line.output_length, _ids(line, file)),)
 
 
 class _Chat(_Line):
-    """A request as ids of blocks, in Alibaba's format."""
+    """Line with one request as ids of blocks, in Alibaba's format."""
 
     block: ClassVar[int] = ALIBABA_BLOCK_TOKENS
     chat_id: str | int
     parent_chat_id: str | int = -1
 
-    def requests(self, file: _TraceFile) -> Iterable[_Named]:
+    def requests(self, file: _TraceFile) -> Iterable[_BlockRequest]:
         first = self.chat_id if self.parent_chat_id == -1 else self.parent_chat_id
         session = file.sessions[self.chat_id] = file.sessions.get(first, str(first))
         ids = _ids(self, file)
@@ -142,38 +142,40 @@ class _Chat(_Line):
 
 
 class _Messages(BaseModel):
-    """A request as texts."""
+    """Line with one request as texts."""
 
     block: ClassVar[int] = TEXT_BLOCK_TOKENS
     timestamp: float = Field(ge=0, allow_inf_nan=False)
     session: str | int | None = None
     messages: list[dict[str, Any]] = Field(min_length=1)
 
-    def requests(self, file: _TraceFile) -> Iterable[_Named]:
+    def requests(self, file: _TraceFile) -> Iterable[_BlockRequest]:
         session = str(file.number if self.session is None else self.session)
         answered = len(self.messages) > 1 and self.messages[-1].get("role") == "assistant"
         texts = [json.dumps(message, sort_keys=True) for message in self.messages]
-        yield file.said(self.timestamp, session, texts if answered else [*texts, ""])
+        yield file.text_request(self.timestamp, session, texts if answered else [*texts, ""])
 
 
-class _Part(BaseModel):
+class _Message(BaseModel):
+    """One message of a conversation."""
+
     speaker: str = Field(alias="from")
     value: str
 
 
 class _Conversation(BaseModel):
-    """A conversation as texts, with one request per answer."""
+    """Line with a conversation as texts, which has a request for each answer."""
 
     block: ClassVar[int] = TEXT_BLOCK_TOKENS
-    conversations: list[_Part]
+    conversations: list[_Message]
 
-    def requests(self, file: _TraceFile) -> Iterable[_Named]:
-        file.start_ms += file.writer.gap_ms(0.5)
-        time_ms, texts = file.start_ms, [part.value for part in self.conversations]
-        for i, part in enumerate(self.conversations):
-            if i and part.speaker in ("gpt", "assistant"):
-                yield file.said(time_ms, str(file.number), texts[: i + 1])
-                time_ms += 5_000 + file.writer.gap_ms(60)
+    def requests(self, file: _TraceFile) -> Iterable[_BlockRequest]:
+        file.start_ms += file.source.gap_ms(0.5)
+        time_ms, texts = file.start_ms, [message.value for message in self.conversations]
+        for i, message in enumerate(self.conversations):
+            if i and message.speaker in ("gpt", "assistant"):
+                yield file.text_request(time_ms, str(file.number), texts[: i + 1])
+                time_ms += 5_000 + file.source.gap_ms(60)
 
 
 _AnyLine = _Line | _ValidLine | _Messages | _Conversation
@@ -183,13 +185,13 @@ _FORMATS: Mapping[str, type[_Line | _Messages | _Conversation]] = {
     "conversations": _Conversation,
 }
 """Formats by a field that no other format has."""
-_MARKS = tuple(f'"{name}"'.encode() for name in _FORMATS)
+_FORMAT_FIELDS = tuple(f'"{name}"'.encode() for name in _FORMATS)
 _VALID_LINES = msgspec.json.Decoder(_ValidLine)
 
 
 @dataclass(slots=True)
 class _TraceFile:
-    """The state of reading a file, from its earlier lines."""
+    """State of a file that is being read, with what its earlier lines defined."""
 
     path: str | Path
     header: _Header | None = None
@@ -197,7 +199,7 @@ class _TraceFile:
     number: int = 0  # of the line
     sessions: dict[str | int, str] = field(default_factory=dict)  # by chat
     start_ms: float = 0.0  # of the last conversation
-    writer: _Writer = field(default_factory=lambda: _Writer(0, "conversations"))
+    source: _RandomSource = field(default_factory=lambda: _RandomSource(0, "conversations"))
     segments: dict[str, int] = field(default_factory=dict)  # by text
     ids: dict[tuple[tuple[int, int, int], ...], int] = field(default_factory=dict)
 
@@ -205,7 +207,7 @@ class _TraceFile:
     def where(self) -> str:
         return f"{self.path}:{self.number}"
 
-    def said(self, time_ms: float, session: str, texts: Sequence[str]) -> _Named:
+    def text_request(self, time_ms: float, session: str, texts: Sequence[str]) -> _BlockRequest:
         """Build a request with the last text as its answer. Mutates `segments` and `ids`."""
         segments = [
             (
@@ -252,13 +254,17 @@ def read_trace(path: str | Path) -> Trace:
         raise ConfigError(f"{path}: no requests")
     all_lines = chain(blank_lines, (line,), lines)
     kind = line.lstrip()[:1]
-    trace = _lengths(all_lines, path) if kind not in b"{[" else _named(all_lines, path, listed=kind == b"[")
+    trace = (
+        _read_csv_lines(all_lines, path)
+        if kind not in b"{["
+        else _read_json_lines(all_lines, path, listed=kind == b"[")
+    )
     if not trace.requests:
         raise ConfigError(f"{path}: no requests")
     return trace
 
 
-def _named(lines: Iterable[bytes], path: str | Path, listed: bool) -> Trace:
+def _read_json_lines(lines: Iterable[bytes], path: str | Path, listed: bool) -> Trace:
     """Build the trace of JSON lines or of a JSON list."""
     if listed:
         try:
@@ -280,11 +286,11 @@ def _named(lines: Iterable[bytes], path: str | Path, listed: bool) -> Trace:
         except ValidationError as error:
             raise ConfigError(explain(error, _Header, f"{file.where}: ")) from error
         file.block_tokens = file.block_tokens or line.block
-        requests += [names.request(named, file.block_tokens) for named in line.requests(file)]
+        requests += [names.request(described, file.block_tokens) for described in line.requests(file)]
     return _sorted(file.block_tokens, requests, file.header is None or file.header.prefixes_known)
 
 
-def _lengths(lines: Iterable[bytes], path: str | Path) -> Trace:
+def _read_csv_lines(lines: Iterable[bytes], path: str | Path) -> Trace:
     """Build the trace of a CSV file: each request has chunks of its own, for its prompt and answer."""
     requests: list[Request] = []
     failed = used_chunks = 0
@@ -310,8 +316,8 @@ def _sorted(
 
 def _read_line(text: bytes) -> _AnyLine:
     """Parse one line in the format that its fields indicate."""
-    for mark in _MARKS:
-        if mark in text:  # as a field or within a text
+    for field_name in _FORMAT_FIELDS:
+        if field_name in text:  # as a field or within a text
             break
     else:
         try:
@@ -324,7 +330,9 @@ def _read_line(text: bytes) -> _AnyLine:
         fields = None
     if not isinstance(fields, dict):
         return _Line.model_validate_json(text)  # raises an error that explains why
-    return next((form for name, form in _FORMATS.items() if name in fields), _Line).model_validate(fields)
+    return next((line_type for name, line_type in _FORMATS.items() if name in fields), _Line).model_validate(
+        fields
+    )
 
 
 def write_trace(trace: Trace, path: str | Path) -> None:
@@ -369,26 +377,26 @@ def _ids(line: _Line | _ValidLine, file: _TraceFile) -> list[int]:
     return ids[:prompt] if line.hash_ids is not None else ids
 
 
-_Named = tuple[float, str, int, int, Sequence[int]]
-"""(time in ms, session, tokens of the prompt, tokens of the answer, ids of blocks)."""
+_BlockRequest = tuple[float, str, int, int, Sequence[int]]
+"""Request as ids of blocks: (time in ms, session, tokens of the prompt, tokens of the answer, ids)."""
 
 
 class _ChunkNames:
     """Names of chunks that depend on all chunks before, as chained keys do. `request` mutates it.
 
-    Most blocks always follow the same chunk. Their names are found by block id alone, which takes half the
-    time and memory of (parent, block) pairs.
+    Most blocks always follow the same chunk: a dictionary by block id finds their names in half the time and
+    memory of one by (parent, block).
     """
 
     def __init__(self) -> None:
         self._parents: dict[int, str] = {}  # by block: name of the first chunk that it followed
-        self._names: dict[int, str] = {}  # by block: its name there
-        self._others: dict[tuple[str, int], str] = {}  # by parent and block: its name after other chunks
+        self._names: dict[int, str] = {}  # by block: its name after that chunk
+        self._later_names: dict[tuple[str, int], str] = {}  # by parent and block: its name after other chunks
 
-    def request(self, named: _Named, block_tokens: int) -> Request:
+    def request(self, described: _BlockRequest, block_tokens: int) -> Request:
         """Build the request from the ids of its blocks."""
-        time_ms, session, input_tokens, output_tokens, ids = named
-        parents, names, others = self._parents, self._names, self._others
+        time_ms, session, input_tokens, output_tokens, ids = described
+        parents, names, later_names = self._parents, self._names, self._later_names
         name, chunks = "", []
         for block in ids:
             parent = parents.get(block)
@@ -396,9 +404,9 @@ class _ChunkNames:
                 name = names[block]
             elif parent is None:
                 parents[block] = name
-                name = names[block] = str(len(names) + len(others))
+                name = names[block] = str(len(names) + len(later_names))
             else:
-                name = others.setdefault((name, block), str(len(names) + len(others)))
+                name = later_names.setdefault((name, block), str(len(names) + len(later_names)))
             chunks.append(name)
         prompt = min(len(chunks), input_tokens // block_tokens)
         return Request(time_ms, session, input_tokens, output_tokens, tuple(chunks), prompt)
@@ -410,11 +418,11 @@ _Event = tuple[float, str, _Text]
 """(time in ms, session, text of a prompt and, in the last segment, its answer)."""
 
 
-class _Writer:
-    """A random source of texts, lengths and times; every segment that it makes is new."""
+class _RandomSource:
+    """Random texts, lengths and times of generated requests; each new segment has a new id."""
 
     def __init__(self, seed: int, kind: str) -> None:
-        self.chance = random.Random(f"{kind} {seed}")
+        self.rng = random.Random(f"{kind} {seed}")
         self._segments = count(1)
 
     def text(self, tokens: int) -> tuple[int, int]:
@@ -422,16 +430,16 @@ class _Writer:
 
     def length(self, median: float, spread: float = 0.8, maximum: int = 16_384) -> int:
         """Draw a number of tokens from a log-normal distribution."""
-        return max(1, min(maximum, round(median * math.exp(self.chance.gauss(0, spread)))))
+        return max(1, min(maximum, round(median * math.exp(self.rng.gauss(0, spread)))))
 
     def pick(self, size: int, skew: float) -> Callable[[], int]:
-        """Make a function that draws from range(size), the i-th with a weight of (i + 1)^-skew."""
+        """Return a function that draws i from range(size) with weight (i + 1)^-skew."""
         items = range(size)
         weights = list(accumulate((i + 1) ** -skew for i in items))
-        return lambda: self.chance.choices(items, cum_weights=weights)[0]
+        return lambda: self.rng.choices(items, cum_weights=weights)[0]
 
     def gap_ms(self, mean_s: float) -> float:
-        return self.chance.expovariate(1.0) * mean_s * 1000
+        return self.rng.expovariate(1.0) * mean_s * 1000
 
 
 def chat(requests: int, seed: int = 0, block_tokens: int = 256) -> Trace:
@@ -440,21 +448,21 @@ def chat(requests: int, seed: int = 0, block_tokens: int = 256) -> Trace:
     12 assistants with system prompts, 2 new sessions a second, 5 turns on average (some have many more), a
     minute between turns.
     """
-    w = _Writer(seed, "chat")
-    assistants = [w.text(w.length(900)) for _ in range(12)]
-    pick = w.pick(len(assistants), 1.0)
+    source = _RandomSource(seed, "chat")
+    assistants = [source.text(source.length(900)) for _ in range(12)]
+    pick = source.pick(len(assistants), 1.0)
 
     def session(number: int, start_ms: float) -> Iterator[_Event]:
         texts, time = [assistants[pick()]], start_ms
-        continue_probability = w.chance.betavariate(4, 1)  # some sessions have one turn, some very many
+        continue_probability = source.rng.betavariate(4, 1)  # some sessions have one turn, some very many
         while True:
-            texts += [w.text(w.length(120, 1.2)), w.text(w.length(250))]
+            texts += [source.text(source.length(120, 1.2)), source.text(source.length(250))]
             yield time, f"chat-{number}", tuple(texts)
-            if w.chance.random() > continue_probability or _tokens(texts) > 30_000:
+            if source.rng.random() > continue_probability or _tokens(texts) > 30_000:
                 return
-            time += 5_000 + w.gap_ms(60)
+            time += 5_000 + source.gap_ms(60)
 
-    return _generate(requests, block_tokens, session, w, sessions_per_s=2.0)
+    return _generate(requests, block_tokens, session, source, sessions_per_s=2.0)
 
 
 def rag(requests: int, seed: int = 0, block_tokens: int = 256) -> Trace:
@@ -463,17 +471,17 @@ def rag(requests: int, seed: int = 0, block_tokens: int = 256) -> Trace:
     A prompt has instructions, one to three of 2,000 documents (Zipf, 1.0) and a question. Eight a second; no
     question is repeated.
     """
-    w = _Writer(seed, "rag")
-    instructions = w.text(600)
-    documents = [w.text(w.length(2_500, 0.6)) for _ in range(2_000)]
-    pick = w.pick(len(documents), 1.0)
+    source = _RandomSource(seed, "rag")
+    instructions = source.text(600)
+    documents = [source.text(source.length(2_500, 0.6)) for _ in range(2_000)]
+    pick = source.pick(len(documents), 1.0)
 
     def session(number: int, start_ms: float) -> Iterator[_Event]:
-        chosen = dict.fromkeys(pick() for _ in range(w.chance.randint(1, 3)))
-        question, answer = w.text(w.length(40)), w.text(w.length(200))
+        chosen = dict.fromkeys(pick() for _ in range(source.rng.randint(1, 3)))
+        question, answer = source.text(source.length(40)), source.text(source.length(200))
         yield start_ms, f"rag-{number}", (instructions, *(documents[d] for d in chosen), question, answer)
 
-    return _generate(requests, block_tokens, session, w, sessions_per_s=8.0)
+    return _generate(requests, block_tokens, session, source, sessions_per_s=8.0)
 
 
 def agents(requests: int, seed: int = 0, block_tokens: int = 256) -> Trace:
@@ -482,21 +490,21 @@ def agents(requests: int, seed: int = 0, block_tokens: int = 256) -> Trace:
     A session has one of 6 long prefixes of tools (4,000 to 16,000 tokens), a task, then steps of an action
     and the tool's result, seconds apart, 12 on average. A new task starts every 2 seconds.
     """
-    w = _Writer(seed, "agents")
-    prefixes = [w.text(w.chance.randint(4_000, 16_000)) for _ in range(6)]
-    pick = w.pick(len(prefixes), 0.8)
+    source = _RandomSource(seed, "agents")
+    prefixes = [source.text(source.rng.randint(4_000, 16_000)) for _ in range(6)]
+    pick = source.pick(len(prefixes), 0.8)
 
     def session(number: int, start_ms: float) -> Iterator[_Event]:
-        texts, time = [prefixes[pick()], w.text(w.length(400))], start_ms
+        texts, time = [prefixes[pick()], source.text(source.length(400))], start_ms
         while True:
-            texts.append(w.text(w.length(80, 0.6)))  # the action
+            texts.append(source.text(source.length(80, 0.6)))  # the action
             yield time, f"agent-{number}", tuple(texts)
-            if w.chance.random() < 1 / 12 or _tokens(texts) > 100_000:
+            if source.rng.random() < 1 / 12 or _tokens(texts) > 100_000:
                 return
-            texts.append(w.text(w.length(600, 1.2)))
-            time += 1_500 + w.gap_ms(6)
+            texts.append(source.text(source.length(600, 1.2)))
+            time += 1_500 + source.gap_ms(6)
 
-    return _generate(requests, block_tokens, session, w, sessions_per_s=0.5)
+    return _generate(requests, block_tokens, session, source, sessions_per_s=0.5)
 
 
 def mixed(requests: int, seed: int = 0, block_tokens: int = 256) -> Trace:
@@ -504,7 +512,7 @@ def mixed(requests: int, seed: int = 0, block_tokens: int = 256) -> Trace:
     traces = []
     for make in (chat, rag, agents):
         generated = make(-(-requests // 3), seed, block_tokens).requests
-        prefix = make.__name__  # chunks of different parts differ
+        prefix = make.__name__  # keeps the chunks of different generators distinct
         traces.append([replace(r, chunks=tuple(f"{prefix}-{name}" for name in r.chunks)) for r in generated])
     together = sorted(chain.from_iterable(traces), key=lambda r: r.timestamp_ms)
     return Trace(block_tokens, tuple(together[:requests]))
@@ -520,7 +528,7 @@ def _generate(
     requests: int,
     block_tokens: int,
     session: Callable[[int, float], Iterator[_Event]],
-    writer: _Writer,
+    source: _RandomSource,
     sessions_per_s: float,
 ) -> Trace:
     """Build a trace of the first `requests` events of sessions that arrive at random."""
@@ -534,13 +542,13 @@ def _generate(
             break
         for event in session(number, start_ms):
             heappush(pending, event)
-        start_ms += writer.gap_ms(1 / sessions_per_s)
+        start_ms += source.gap_ms(1 / sessions_per_s)
     ids: dict[tuple[tuple[int, int, int], ...], int] = {}
     names, built = _ChunkNames(), []
     for time, name, text in events[:requests]:
         blocks = _blocks(text, block_tokens, ids)
-        named = round(time, 3), name, _tokens(text[:-1]), text[-1][1], blocks
-        built.append(names.request(named, block_tokens))
+        described = round(time, 3), name, _tokens(text[:-1]), text[-1][1], blocks
+        built.append(names.request(described, block_tokens))
     return Trace(block_tokens, tuple(built))
 
 

@@ -88,14 +88,14 @@ def top(
     from kvkit.lab.watch import top as view
     from kvkit.observe.terminal import is_endless, print_json
 
-    console, ask = Console(), partial(view.visit, url, token_file, max(5.0, interval))
+    console, fetch_now = Console(), partial(view.visit, url, token_file, max(5.0, interval))
     try:
         if as_json:
-            print_json(view.as_json(ask()))
+            print_json(view.as_json(fetch_now()))
         elif once:
-            console.print(view.frame(ask(), wide=wide, endless=is_endless(console)), crop=False)
+            console.print(view.frame(fetch_now(), wide=wide, endless=is_endless(console)), crop=False)
         else:
-            view.watch(ask, console, interval_s=interval, wide=wide)
+            view.watch(fetch_now, console, interval_s=interval, wide=wide)
     except view.TopError as error:
         sys.exit(str(error))
     except KeyboardInterrupt:

@@ -175,14 +175,14 @@ def _array_row(listing: ArrayListing, records: Sequence[StoredRecord], total_byt
 
 def settings_section(title: str, tables: Mapping[str, Any]) -> str:
     """Return the section of settings by dotted names; `tables` come from `model_dump(mode="json")`."""
-    rows = [cell(name) + cell(value) for name, value in _flat(tables)]
+    rows = [cell(name) + cell(value) for name, value in _flatten(tables)]
     return heading(title) + table("Settings", ("setting", "value"), rows)
 
 
-def _flat(tables: Mapping[str, Any], prefix: str = "") -> Iterable[tuple[str, object]]:
+def _flatten(tables: Mapping[str, Any], prefix: str = "") -> Iterable[tuple[str, object]]:
     for name, value in tables.items():
         if isinstance(value, Mapping):
-            yield from _flat(value, f"{prefix}{name}.")
+            yield from _flatten(value, f"{prefix}{name}.")
         elif value is not None:
             yield f"{prefix}{name}", value
 
@@ -197,11 +197,13 @@ def table(title: str, columns: Sequence[str], rows: Sequence[str]) -> str:
 
 
 def heading(text: str) -> str:
+    """Return a section's heading."""
     return f"<h2>{escape(printable(text))}</h2>\n"
 
 
-def tiles(words: Iterable[str]) -> str:
-    return f"<ul>{''.join(f'<li>{escape(text)}</li>' for text in words)}</ul>"
+def tiles(texts: Iterable[str]) -> str:
+    """Return a list of short texts, each in a box."""
+    return f"<ul>{''.join(f'<li>{escape(text)}</li>' for text in texts)}</ul>"
 
 
 def _bytes(size: float) -> str:

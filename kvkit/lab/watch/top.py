@@ -34,12 +34,12 @@ from kvkit.workers import Workers
 
 _Labels = frozenset[tuple[str, str]]
 _COLOURS = {"ok": "green", "slow": "yellow", "half-open": "yellow", "open": "red"}
-_WENT, _FAILED = ("evicted", "refused", "damaged"), ("errors", "timeouts")
+_LOSSES, _FAILED = ("evicted", "refused", "damaged"), ("errors", "timeouts")
 NARROW = ("tier", "state", "queue", "hit tok", "get B", "get p99", "put B", "put p99", "errors")
 """Columns of a frame that is not wide."""
 _TIER_TOTALS = (
     *("hit_tokens", "loaded_tokens", "loaded_bytes", "stored_bytes"),
-    *(f"{what}_records" for what in _WENT),
+    *(f"{loss}_records" for loss in _LOSSES),
     *_FAILED,
 )
 _MOST_BYTES = 64 << 20
@@ -47,11 +47,11 @@ TRANSFERS = "kvkit_transfer_seconds"
 
 
 class TopError(RuntimeError):
-    """A cache that cannot be shown. The message names the address and what to do."""
+    """A cache cannot be shown. The message names its URL and the remedy."""
 
 
 class _TokenRefused(TopError):
-    """An endpoint that answers, but requires a token or another one."""
+    """An endpoint answers, but refuses the token or its absence."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,27 +128,27 @@ def fetch(url: str, token: str, timeout_s: float) -> Snapshot:
     Raises:
         TopError: nothing answers in time, the token is refused, or `url` is no endpoint of kvkit's.
     """
-    parts = _parts(url)
-    worker = Workers(1, "kvkit-fetch")  # a peer that sends a byte now and then evades socket timeouts
-    future = worker.submit(partial(_ask, parts, url, token, timeout_s))
+    address = _split_url(url)
+    worker = Workers(1, "kvkit-fetch")  # a peer that sends single bytes slowly evades socket timeouts
+    future = worker.submit(partial(_fetch_unlimited, address, url, token, timeout_s))
     worker.close(0.0)
     try:
         return future.result(timeout_s)
     except TimeoutError:
-        raise _silent(url, f"no whole answer within {timeout_s:g} s") from None
+        raise _no_answer(url, f"no whole answer within {timeout_s:g} s") from None
 
 
-def _ask(parts: SplitResult, url: str, token: str, timeout_s: float) -> Snapshot:
-    """Fetch a snapshot as `fetch` does, but without a limit for the whole.
+def _fetch_unlimited(address: SplitResult, url: str, token: str, timeout_s: float) -> Snapshot:
+    """Fetch a snapshot as `fetch` does, but without a limit for the whole exchange.
 
     Raises:
         TopError: see `fetch`.
         TimeoutError: the endpoint sends nothing for `timeout_s` seconds.
     """
-    connection_type = http.client.HTTPSConnection if parts.scheme == "https" else http.client.HTTPConnection
+    connection_type = http.client.HTTPSConnection if address.scheme == "https" else http.client.HTTPConnection
     # not urllib, which would send the token to a proxy or to the target of a redirect
-    connection = connection_type(parts.hostname or "", parts.port, timeout=timeout_s)
-    base = parts.path.rstrip("/")
+    connection = connection_type(address.hostname or "", address.port, timeout=timeout_s)
+    base = address.path.rstrip("/")
     try:
         text = _get(connection, f"{base}/metrics", token, url)
         tiers = json.loads(_get(connection, f"{base}/tiers", token, url))
@@ -159,8 +159,8 @@ def _ask(parts: SplitResult, url: str, token: str, timeout_s: float) -> Snapshot
     except (TopError, TimeoutError):
         raise
     except (OSError, http.client.HTTPException) as error:
-        raise _silent(url, printable(str(error)) or type(error).__name__) from error
-    except Exception as error:  # parsers do not document what they raise for foreign content
+        raise _no_answer(url, printable(str(error)) or type(error).__name__) from error
+    except Exception as error:  # parsers do not document their errors on foreign content
         reason = printable(str(error)) or type(error).__name__
         raise TopError(f"{url}: answers, but is no endpoint of kvkit's: {reason}") from error
     finally:
@@ -168,7 +168,7 @@ def _ask(parts: SplitResult, url: str, token: str, timeout_s: float) -> Snapshot
     return snapshot
 
 
-def _silent(url: str, reason: str) -> TopError:
+def _no_answer(url: str, reason: str) -> TopError:
     return TopError(
         f"{url}: nothing answers there: {reason}. Name the URL of a cache that runs, "
         "or start one with enabled = true in [server] of its configuration"
@@ -182,7 +182,7 @@ def frame(
 
     Args:
         wide: True: all columns; False: those of `NARROW`.
-        endless: as in `FittedTable`.
+        endless: whether lines have no width limit; see `FittedTable`.
     """
     figures = totals(now, before)
     titles, rows = by_tier(now, before)
@@ -199,14 +199,14 @@ def frame(
 
 
 def totals(now: Snapshot, before: Snapshot | None = None) -> tuple[str, ...]:
-    """Return the figures of the whole cache, in words."""
+    """Return the figures of the whole cache as texts."""
     per = "/s" if before else ""
     lookup_tokens, hit_tokens = (
-        _grown(now, before, f"kvkit_{what}_tokens_total") for what in ("lookup", "hit")
+        _change(now, before, f"kvkit_{kind}_tokens_total") for kind in ("lookup", "hit")
     )
     return (
         f"hit rate {100 * hit_tokens / lookup_tokens:.1f} %" if lookup_tokens else "hit rate -",
-        f"lookups{per} {short(_grown(now, before, 'kvkit_lookups_total'))}",
+        f"lookups{per} {short(_change(now, before, 'kvkit_lookups_total'))}",
         f"tokens{per} {short(lookup_tokens)}",
         f"slots {now.sum('kvkit_slots_in_use'):.0f} of {now.sum('kvkit_slots'):.0f}",
         f"pending puts {now.sum('kvkit_puts_under_way'):.0f}",
@@ -222,7 +222,7 @@ def by_tier(now: Snapshot, before: Snapshot | None = None) -> tuple[tuple[str, .
     rows = []
     for tier in now.tiers:
         name = tier["name"]
-        change = partial(_grown, now, before, tier=name)
+        change = partial(_change, now, before, tier=name)
         row = (
             name,
             str(tier.get("state", "")),
@@ -233,31 +233,31 @@ def by_tier(now: Snapshot, before: Snapshot | None = None) -> tuple[tuple[str, .
             *_quantiles(now, before, name, "get"),
             short(change("kvkit_stored_bytes_total")),
             *_quantiles(now, before, name, "put"),
-            *(short(now.sum(f"kvkit_{what}_records_total", tier=name)) for what in _WENT),
-            *(short(now.sum(f"kvkit_{what}_total", tier=name)) for what in _FAILED),
+            *(short(now.sum(f"kvkit_{loss}_records_total", tier=name)) for loss in _LOSSES),
+            *(short(now.sum(f"kvkit_{failure}_total", tier=name)) for failure in _FAILED),
         )
         rows.append(row)
-    return ("tier", "state", "queue", *rates, *_WENT, *_FAILED), rows
+    return ("tier", "state", "queue", *rates, *_LOSSES, *_FAILED), rows
 
 
-def _grown(now: Snapshot, before: Snapshot | None, name: str, **labels: str) -> float:
+def _change(now: Snapshot, before: Snapshot | None, name: str, **labels: str) -> float:
     """Return the change per second since `before`, or the total without it."""
     if before is None:
         return now.sum(name, **labels)
     return (now.sum(name, **labels) - before.sum(name, **labels)) / (now.at - before.at)
 
 
-def watch(ask: Callable[[], Snapshot], console: Console, *, interval_s: float, wide: bool) -> None:
-    """Print frames of what `ask` returns until interrupted.
+def watch(fetch_now: Callable[[], Snapshot], console: Console, *, interval_s: float, wide: bool) -> None:
+    """Print frames of what `fetch_now` returns until interrupted.
 
     Raises:
         TopError: see `fetch`; the endpoint may also go away later.
     """
-    before = ask()
+    before = fetch_now()
     with Live(frame(before, wide=wide), console=console, auto_refresh=False) as live:
         while True:
             time.sleep(interval_s)
-            now = ask()
+            now = fetch_now()
             restarted = now.sum("kvkit_lookups_total") < before.sum("kvkit_lookups_total")
             live.update(frame(now, None if restarted else before, wide=wide), refresh=True)
             before = now
@@ -290,15 +290,21 @@ def as_json(now: Snapshot) -> dict[str, Any]:
     }
 
 
-def _parts(url: str) -> SplitResult:
+def _split_url(url: str) -> SplitResult:
+    """Split an endpoint's URL.
+
+    Raises:
+        TopError: the URL is invalid, or holds credentials.
+    """
     try:
-        parts = urlsplit(url)
-        fits = parts.scheme in ("http", "https") and parts.hostname and parts.port != 0 and shown(url) == url
+        address = urlsplit(url)
+        is_http = address.scheme in ("http", "https")
+        valid = is_http and address.hostname and address.port != 0 and shown(url) == url
     except ValueError:
-        fits = False
-    if not fits:
+        valid = False
+    if not valid:
         raise TopError(f"URL = {shown(url)!r}: want an address such as http://127.0.0.1:{DEFAULT_PORT}")
-    return parts
+    return address
 
 
 def _get(connection: http.client.HTTPConnection, path: str, token: str, url: str) -> str:
@@ -321,10 +327,10 @@ def _quantiles(now: Snapshot, before: Snapshot | None, tier: str, direction: Dir
         times = Histogram(times.bounds, new)
     if times is None:
         return "-", "-"
-    return _time(times.quantile(0.5)), _time(times.quantile(0.99))
+    return _format_time(times.quantile(0.5)), _format_time(times.quantile(0.99))
 
 
-def _time(seconds: float | None) -> str:
+def _format_time(seconds: float | None) -> str:
     if seconds is None:
         return "-"
     if seconds < 1e-3:

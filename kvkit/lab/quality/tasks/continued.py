@@ -20,7 +20,7 @@ from kvkit.lab.quality.tasks.sample import (
     Encode,
     Sample,
     Texts,
-    from_parts,
+    from_documents,
 )
 from kvkit.lab.serve.workloads import NAMES
 
@@ -29,6 +29,11 @@ QUESTION_TOKENS = 32
 
 
 def contiguous(texts: Texts, encode: Encode, documents: int, rng: Generator, at: Fraction) -> Sample:
+    """Continue running text, cut into documents.
+
+    Raises:
+        ValueError: the text is shorter than a prompt.
+    """
     stream = np.array([token for _, ids in texts for token in ids], np.int32)
     prompt = documents * DOCUMENT_TOKENS + QUESTION_TOKENS
     spare_tokens = len(stream) - prompt - CONTINUATION_TOKENS
@@ -37,10 +42,11 @@ def contiguous(texts: Texts, encode: Encode, documents: int, rng: Generator, at:
     start = int(spare_tokens * at)
     text = stream[start : start + prompt + CONTINUATION_TOKENS]
     cuts = np.arange(documents + 1) * DOCUMENT_TOKENS
-    return from_parts([text[a:b] for a, b in itertools.pairwise(cuts)], text[cuts[-1] :], 0)
+    return from_documents([text[a:b] for a, b in itertools.pairwise(cuts)], text[cuts[-1] :], 0)
 
 
 def documents(texts: Texts, encode: Encode, documents: int, rng: Generator, at: Fraction) -> Sample:
+    """Continue one of several different texts."""
     long = [(title, ids) for title, ids in texts if len(ids) >= DOCUMENT_TOKENS + CONTINUATION_TOKENS]
     chosen = [long[j] for j in rng.choice(len(long), documents, replace=len(long) < documents)]
     title, continued_ids = chosen[int(rng.integers(documents))]
@@ -54,10 +60,11 @@ def documents(texts: Texts, encode: Encode, documents: int, rng: Generator, at: 
     question = encode(f"\n\n# {title}, continued from where the text above ends\n\n")
     # the question ends with a few words to continue
     continuation = [*continued_ids[end - 8 : end], *continued_ids[end : end + CONTINUATION_TOKENS]]
-    return from_parts(document_ids, np.array([*question, *continuation], np.int32), 0)
+    return from_documents(document_ids, np.array([*question, *continuation], np.int32), 0)
 
 
 def retrieval(texts: Texts, encode: Encode, documents: int, rng: Generator, at: Fraction) -> Sample:
+    """Repeat access codes, each of which continues a sentence at the end of the previous document."""
     stream = [token for _, ids in texts for token in ids]
     names = [NAMES[j % len(NAMES)] for j in rng.permutation(max(documents - 1, len(NAMES)))[: documents - 1]]
     codes = [int(code) for code in rng.integers(10_000, 100_000, documents - 1)]
@@ -78,4 +85,4 @@ def retrieval(texts: Texts, encode: Encode, documents: int, rng: Generator, at: 
     answer = encode(f" {codes[order[0]]}")
     rest = encode(f".{statements[len(lead) + 1 + len(str(codes[order[0]])) + 1 :]}\n" + " The end." * 16)
     continuation = [*answer, *rest][:CONTINUATION_TOKENS]
-    return from_parts(document_ids, np.array([*question, *continuation], np.int32), len(answer))
+    return from_documents(document_ids, np.array([*question, *continuation], np.int32), len(answer))

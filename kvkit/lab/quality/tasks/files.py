@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from kvkit.lab.quality.tasks.sample import DOCUMENT_TOKENS, Encode, Sample, answered
+from kvkit.lab.quality.tasks.sample import DOCUMENT_TOKENS, Encode, Sample, with_question
 
 PASSAGE = re.compile(r"(?=^Passage \d+:\n)", re.MULTILINE)
 """Start of a document in the multi-document questions of LongBench."""
@@ -55,4 +55,4 @@ def _sample_of(entry: Mapping[str, Any], encode: Encode, tokens: int) -> Sample:
         passages = [encode(f"{title}\n{' '.join(lines)}\n\n") for title, lines in entry["context"]]
     document_tokens = max(1, tokens // len(passages))
     document_ids = [np.array(passage[:document_tokens], np.int32) for passage in passages]
-    return answered(document_ids, encode, f"\n\nQuestion: {question}\nAnswer:", f" {answer}")
+    return with_question(document_ids, encode, f"\n\nQuestion: {question}\nAnswer:", f" {answer}")

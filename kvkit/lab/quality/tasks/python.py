@@ -12,7 +12,7 @@ from pathlib import Path
 
 from numpy.random import Generator
 
-from kvkit.lab.quality.tasks.sample import DOCUMENT_TOKENS, Encode, Sample, Texts, answered, cut
+from kvkit.lab.quality.tasks.sample import DOCUMENT_TOKENS, Encode, Sample, Texts, cut, with_question
 
 SOURCES = (
     "argparse",
@@ -44,8 +44,8 @@ def classify(texts: Texts, encode: Encode, documents: int, rng: Generator, at: F
         name, kind = draw()
         seen.add(name)
         ids += encode(f"Name: {name}\nKind: {kind}\n\n")
-    name, kind = next(both for both in iter(draw, None) if both[0] not in seen)
-    return answered(cut(ids, documents), encode, f"\n\nName: {name}\nKind:", f" {kind}")
+    name, kind = next(drawn for drawn in iter(draw, None) if drawn[0] not in seen)
+    return with_question(cut(ids, documents), encode, f"\n\nName: {name}\nKind:", f" {kind}")
 
 
 def code(texts: Texts, encode: Encode, documents: int, rng: Generator, at: Fraction) -> Sample:
@@ -63,7 +63,7 @@ def code(texts: Texts, encode: Encode, documents: int, rng: Generator, at: Fract
     line = lines[line_number % len(lines)].rstrip()
     before = line.rindex(words[-1]) - 1  # up to the space before the last word
     ids = ids[-documents * DOCUMENT_TOKENS :]
-    return answered(cut(ids, documents), encode, lead + line[:before], line[before:])
+    return with_question(cut(ids, documents), encode, lead + line[:before], line[before:])
 
 
 @cache

@@ -13,8 +13,8 @@ from kvkit.lab.quality.tasks import continued, generated, python
 from kvkit.lab.quality.tasks.files import read_samples
 from kvkit.lab.quality.tasks.sample import DOCUMENT_TOKENS, Encode, Sample, Texts, corpus
 
-Make = Callable[[Texts, Encode, int, Generator, Fraction], Sample]
-SETS: Mapping[str, Make] = {
+MakeSample = Callable[[Texts, Encode, int, Generator, Fraction], Sample]
+SETS: Mapping[str, MakeSample] = {
     "contiguous": continued.contiguous,
     "documents": continued.documents,
     "retrieval": continued.retrieval,
@@ -22,7 +22,7 @@ SETS: Mapping[str, Make] = {
 """Tasks of the gate by name: (texts, encode, documents, rng, at) -> sample.
 
 `documents` is their number, `at` the position in the corpus, from 0 to 1."""
-TASKS: Mapping[str, Make] = {
+TASKS: Mapping[str, MakeSample] = {
     **SETS,
     "needle": generated.needle,
     "needle keys": generated.needle_keys,
@@ -58,7 +58,7 @@ def samples(kind: str, encode: Encode, count: int, tokens: int, seed: int = 0) -
     return [make(texts, encode, documents, default_rng([seed, i]), Fraction(i, count)) for i in range(count)]
 
 
-def named(tasks: str) -> tuple[str, ...]:
+def parse_tasks(tasks: str) -> tuple[str, ...]:
     """Split names of tasks at semicolons.
 
     Raises:

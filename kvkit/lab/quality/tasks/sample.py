@@ -1,4 +1,4 @@
-"""Samples of tasks: a prompt of documents and a question; and the corpus, from Python's documentation."""
+"""Samples of tasks, each a prompt of documents and a question; and their texts, Python's documentation."""
 
 from __future__ import annotations
 
@@ -41,24 +41,28 @@ def corpus() -> list[tuple[str, str]]:
     return [(title, text.strip()) for title, text in sorted(topics.items())]
 
 
-def from_parts(parts: Sequence[NDArray[np.int32]], rest: NDArray[np.int32], answer: int) -> Sample:
+def from_documents(documents: Sequence[NDArray[np.int32]], rest: NDArray[np.int32], answer: int) -> Sample:
     """Build a sample of documents, then `rest`: a question and `CONTINUATION_TOKENS` tokens."""
-    ends = np.cumsum([0, *(len(part) for part in parts)]).tolist()
-    prompt = np.concatenate([*parts, rest[:-CONTINUATION_TOKENS]])
-    documents = tuple(itertools.pairwise(ends))
-    return Sample(prompt, documents, rest[-CONTINUATION_TOKENS:], answer)
+    prompt = np.concatenate([*documents, rest[:-CONTINUATION_TOKENS]])
+    return Sample(prompt, _spans(documents), rest[-CONTINUATION_TOKENS:], answer)
 
 
-def answered(parts: Sequence[NDArray[np.int32]], encode: Encode, question: str, answer: str) -> Sample:
+def with_question(
+    documents: Sequence[NDArray[np.int32]], encode: Encode, question: str, answer: str
+) -> Sample:
     """Build a sample of documents and a question; the continuation is the answer and a newline."""
-    ends = np.cumsum([0, *(len(part) for part in parts)]).tolist()
-    prompt = np.concatenate([*parts, encode(question)]).astype(np.int32)
+    prompt = np.concatenate([*documents, encode(question)]).astype(np.int32)
     answer_ids = encode(answer)
     continuation = np.array([*answer_ids, *encode("\n")], np.int32)
-    return Sample(prompt, tuple(itertools.pairwise(ends)), continuation, len(answer_ids))
+    return Sample(prompt, _spans(documents), continuation, len(answer_ids))
 
 
-def cut(listed: Sequence[int], documents: int) -> list[NDArray[np.int32]]:
+def _spans(documents: Sequence[NDArray[np.int32]]) -> tuple[tuple[int, int], ...]:
+    """Return (start, stop) of each document in a prompt that begins with them."""
+    ends = np.cumsum([0, *(len(document) for document in documents)]).tolist()
+    return tuple(itertools.pairwise(ends))
+
+
+def cut(ids: Sequence[int], documents: int) -> list[NDArray[np.int32]]:
     """Split token ids into documents of `DOCUMENT_TOKENS` tokens; drops the rest."""
-    ids = np.array(listed[: documents * DOCUMENT_TOKENS], np.int32)
-    return np.split(ids, documents)
+    return np.split(np.array(ids[: documents * DOCUMENT_TOKENS], np.int32), documents)
