@@ -4,12 +4,15 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from kvkit.lab.serve.options import Targets, Traffic
 from kvkit.settings import grouped_options, import_from_here
+
+if TYPE_CHECKING:
+    from rich.console import Console
 
 bench = typer.Typer(help="Run benchmarks on this machine.", no_args_is_help=True)
 Model = Annotated[
@@ -97,42 +100,49 @@ def bench_blend(
     """
     from rich.console import Console
 
-    from kvkit.lab.files import check_folders, commit, measuring, model_folder, write_figures
+    from kvkit.lab.files import check_folders, commit, measuring, model_folder
     from kvkit.lab.quality import comparison as quality
     from kvkit.lab.quality.in_vllm import opened
     from kvkit.lab.quality.judge import METHODS, Judge, load_auxiliary, method_named
     from kvkit.lab.quality.tasks.registry import SETS, TASKS, parse_tasks
     from kvkit.observe.progress import counted, timed
-    from kvkit.observe.terminal import print_text, show
 
     import_from_here()  # custom methods
     chosen = [name.strip() for name in methods.split(";") if name.strip()] or list(METHODS)
     selected = {method: method_named(method) for method in chosen}
     sets = {"": tuple(SETS), "all": tuple(TASKS)}.get(tasks) or parse_tasks(tasks)
-    json_path, png_path = results.json_path, results.png_path
-    check_folders(json_path, png_path)
+    check_folders(results.json_path, results.png_path)
     console = Console()
     folder = model_folder(model, console)
     with measuring(folder), opened(folder, console, selected, tokens) as (judge, encode, measured):
         if auxiliary is not None and isinstance(judge, Judge):
             judge.auxiliary = load_auxiliary(auxiliary, folder, console)
-        samples_path = json_path.with_suffix(".jsonl")
+        samples_path = results.json_path.with_suffix(".jsonl")
         work = quality.run(
             judge, encode, samples_path, count=samples, tokens=tokens, methods=measured, sets=sets
         )
         entries = list(counted(work, "samples", samples * len(sets), timed(console)))
-    summary = quality.summarise(entries)
-    for kind, figures in summary.items():
-        show(quality.table(kind, figures, results.wide), console)
     name = Path(folder).name if Path(folder).is_dir() else folder
     settings = {"model": name, "samples": samples, "tokens": tokens, "seed": 0, "commit": commit()}
-    means = quality.overall(entries)
-    show(quality.table("mean", means, results.wide), console)
-    write_figures(json_path, command="kvkit bench blend", **settings, sets=summary, overall=means)
-    print_text(f"figures: {json_path}", console)
-    if png_path is not None:
-        quality.draw(summary, png_path)
-        print_text(f"picture: {png_path}", console)
+    _write_blend(entries, results, settings, console)
+
+
+def _write_blend(
+    entries: list[dict[str, Any]], results: BlendResults, settings: dict[str, Any], console: Console
+) -> None:
+    """Print tables of measured samples by set, and of their means; write the figures and the picture."""
+    from kvkit.lab.files import write_figures
+    from kvkit.lab.quality import comparison as quality
+    from kvkit.observe.terminal import print_text, show
+
+    summary, means = quality.summarise(entries), quality.overall(entries)
+    for kind, figures in {**summary, "mean": means}.items():
+        show(quality.table(kind, figures, results.wide), console)
+    write_figures(results.json_path, command="kvkit bench blend", **settings, sets=summary, overall=means)
+    print_text(f"figures: {results.json_path}", console)
+    if results.png_path is not None:
+        quality.draw(summary, results.png_path)
+        print_text(f"picture: {results.png_path}", console)
 
 
 @bench.command("serve")

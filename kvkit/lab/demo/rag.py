@@ -233,13 +233,13 @@ def texts(tokenizer: Any) -> list[str]:
     return documents
 
 
-def divergence(plain: Mapping[str, float], ours: Mapping[str, float]) -> float:
-    """Return the KL divergence of `ours` from `plain` in nats; both: log-probabilities of likely tokens.
+def divergence(plain: Mapping[str, float], blended: Mapping[str, float]) -> float:
+    """Return the KL divergence of `blended` from `plain` in nats; both: log-probabilities of likely tokens.
 
     Tokens not in both lists count as one token. So the result never exceeds the true divergence (by the log
     sum inequality), and is close to it if the common tokens have nearly all of the probability.
     """
-    pairs = [(math.exp(plain[token]), math.exp(ours[token])) for token in plain.keys() & ours.keys()]
+    pairs = [(math.exp(plain[token]), math.exp(blended[token])) for token in plain.keys() & blended.keys()]
     rests = (max(_ROUNDING, 1 - sum(probabilities)) for probabilities in zip(*pairs, strict=True))
     return math.fsum(p * math.log(p / q) for p, q in (*pairs, tuple(rests) or (1.0, 1.0)))
 
@@ -276,10 +276,10 @@ def picture(turns: Sequence[BlendTurn]) -> Figure:
         left.bar(numbers, counts, 0.6, bottom, color=color, label=kind)
         bottom = [b + c for b, c in zip(bottom, counts, strict=True)]
     left.set(title="prompt tokens by source", xlabel="turn", xticks=numbers, ylabel="tokens")
-    cold, ours = ([getattr(turn, name) for turn in turns] for name in ("ttft_cold_s", "ttft_s"))
+    cold, blended = ([getattr(turn, name) for turn in turns] for name in ("ttft_cold_s", "ttft_s"))
     right.bar([n - 0.2 for n in numbers], cold, 0.36, color="#d1495b", label="plain vLLM")
-    bars = right.bar([n + 0.2 for n in numbers], ours, 0.36, color="#66a182", label="blended")
-    right.bar_label(bars, [f"{c / o:.1f}×" for c, o in zip(cold, ours, strict=True)], fontsize=9)
+    bars = right.bar([n + 0.2 for n in numbers], blended, 0.36, color="#66a182", label="blended")
+    right.bar_label(bars, [f"{c / o:.1f}×" for c, o in zip(cold, blended, strict=True)], fontsize=9)
     right.set(title="time to first token", xlabel="turn, KL of the first token", ylabel="seconds")
     right.set_xticks(numbers, [f"{n}\n{turn.kl:.3f}" for n, turn in zip(numbers, turns, strict=True)])
     for axes in (left, right):  # legends go below the panels, which bars fill

@@ -66,7 +66,7 @@ def _ask(*prompts: AskedPrompt, loads: Loads = "any") -> Act:
 
 _SHORT, _HEAD, _TWIN = AskedPrompt("short"), AskedPrompt("head"), AskedPrompt("twin")
 _LONG, _CUT, _SHARED = AskedPrompt("long"), AskedPrompt("cut"), AskedPrompt("shared")
-_ONE, _OTHER = AskedPrompt("short", salt="one"), AskedPrompt("short", salt="other")
+_FIRST_TENANT, _SECOND_TENANT = AskedPrompt("short", salt="one"), AskedPrompt("short", salt="other")
 _TUNED = AskedPrompt("short", adapter=True)
 _FORGET, _LEAVE = Act("forget"), Act("abort", (_CUT,))
 SCENARIOS = (
@@ -111,7 +111,13 @@ SCENARIOS = (
     Scenario(
         "tenants",
         "two tenants with different salts send the same prompt",
-        (_ask(_ONE), _FORGET, _ask(_OTHER, loads="none"), _FORGET, _ask(_OTHER, loads="some")),
+        (
+            _ask(_FIRST_TENANT),
+            _FORGET,
+            _ask(_SECOND_TENANT, loads="none"),
+            _FORGET,
+            _ask(_SECOND_TENANT, loads="some"),
+        ),
     ),
     Scenario(
         "LoRA",

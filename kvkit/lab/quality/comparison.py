@@ -198,11 +198,11 @@ def measure_gate(
     gate_samples = [sample for kind in SETS for sample in samples(kind, encode, samples_per_set, tokens)]
     work = (judge.measure(sample, methods) for sample in gate_samples)
     measurements = list(counted(work, "samples", len(gate_samples), report))
-    naive, ours = (np.array([measured[name]["kl"] for measured in measurements]) for name in GATE_METHODS)
-    result = gate.decide(float(ours.mean()), float(naive.mean())) | {
-        "kl_interval": list(bootstrap(ours)),
-        "of_naive_interval": list(bootstrap(ours, naive)),
-        "samples": len(ours),
+    naive, blended = (np.array([measured[name]["kl"] for measured in measurements]) for name in GATE_METHODS)
+    result = gate.decide(float(blended.mean()), float(naive.mean())) | {
+        "kl_interval": list(bootstrap(blended)),
+        "of_naive_interval": list(bootstrap(blended, naive)),
+        "samples": len(blended),
     }
     paths = gate.keep(names, Selection(), result)
     return result | {"paths": [str(path) for path in paths]}

@@ -160,8 +160,8 @@ class EngineJudge:
         full, figures = self._answer(sample)
         measured = {"full": figures_of(full, full, sample, 1.0, 0.0) | figures}
         for name, method in methods.items():
-            ours, figures = self._answer(sample, method.selection)
-            measured[name] = figures_of(full, ours, sample, 0.0, 0.0) | figures
+            blended, figures = self._answer(sample, method.selection)
+            measured[name] = figures_of(full, blended, sample, 0.0, 0.0) | figures
         return measured
 
     def close(self) -> None:

@@ -259,16 +259,16 @@ def _clock_s(device: torch.device) -> float:
 
 
 def figures_of(
-    full: torch.Tensor, ours: torch.Tensor, sample: Sample, rows: float, seconds: float
+    full: torch.Tensor, measured: torch.Tensor, sample: Sample, rows: float, seconds: float
 ) -> Measures:
     """Return figures of log probabilities [C, V], compared with those of full recompute."""
-    targets = torch.from_numpy(sample.continuation.astype(np.int64)).to(ours.device)
-    likeliest = ours.argmax(-1)
+    targets = torch.from_numpy(sample.continuation.astype(np.int64)).to(measured.device)
+    likeliest = measured.argmax(-1)
     correct = (likeliest == targets)[: sample.answer]
     return {
-        "kl": float((full.exp() * (full - ours)).sum(-1).mean()),
+        "kl": float((full.exp() * (full - measured)).sum(-1).mean()),
         "top1": float((likeliest == full.argmax(-1)).float().mean()),
-        "nll": float(-ours.gather(-1, targets[:, None]).mean()),
+        "nll": float(-measured.gather(-1, targets[:, None]).mean()),
         **({"exact": float(correct.all())} if sample.answer else {}),
         "rows": rows,
         "seconds": seconds,

@@ -133,16 +133,7 @@ def ask(
     A prompt with documents is sent to vLLM as token ids, so that a document has the same ids at every
     position; tokenization is not timed. `fields` are added to the body of the request.
     """
-    body: dict[str, Any] = {
-        "model": server.model,
-        "prompt": prompt,
-        "max_tokens": request.max_tokens,
-        "temperature": 0,
-        "stream": True,
-        "stream_options": {"include_usage": True},
-    } | fields
-    if server.vllm:
-        body["ignore_eos"] = True
+    body = _body(server, request, prompt) | fields
     times: list[float] = []
     pieces: list[str] = []
     usage: dict[str, Any] = {}
@@ -187,6 +178,19 @@ def ask(
         None if request.answer is None else text.strip().startswith(request.answer),
         top,
     )
+
+
+def _body(server: Target, request: CompletionRequest, prompt: str) -> dict[str, Any]:
+    """Return the body of a greedy request that streams its answer and reports its token counts."""
+    body: dict[str, Any] = {
+        "model": server.model,
+        "prompt": prompt,
+        "max_tokens": request.max_tokens,
+        "temperature": 0,
+        "stream": True,
+        "stream_options": {"include_usage": True},
+    }
+    return body | {"ignore_eos": True} if server.vllm else body
 
 
 def tokenize(
