@@ -53,13 +53,15 @@ def paid(judge: Judge, sample: Sample) -> tuple[NDArray[np.float64], NDArray[np.
     full = GrowingCache(judge.layout, total, decoder.device)
     judge.logits(sample.prompt, full)
     found, plan = judge.document_kv(sample, total)
-    ends, one_block = np.array([0, len(plan.query)]), np.zeros((1, 1), np.int64)
-    rows = Rows.of(plan.query, ends, np.array([total]), one_block, total, decoder.device)
-    ids = torch.from_numpy(sample.prompt[plan.query].astype(np.int64)).to(decoder.device)
+    ends, one_block = np.array([0, len(plan.question_positions)]), np.zeros((1, 1), np.int64)
+    rows = Rows.of(plan.question_positions, ends, np.array([total]), one_block, total, decoder.device)
+    ids = torch.from_numpy(sample.prompt[plan.question_positions].astype(np.int64)).to(decoder.device)
     h, sums = decoder.embed(ids), torch.zeros(2, total, device=decoder.device)
     for layer, ((k, v), (alone, _)) in enumerate(zip(paged(full).layers, paged(found).layers, strict=True)):
         form = decoder.attention(layer)
-        angles = torch.from_numpy(form.rope.table(plan.query.astype(np.int64))).to(decoder.device)
+        angles = torch.from_numpy(form.rope.table(plan.question_positions.astype(np.int64))).to(
+            decoder.device
+        )
         q = rope_scatter(*decoder.qkv(layer, h), RowRotations(form.rope, angles), rows.slots, k, v)
         o, lse = blend_attention(q, k, v, rows, form.scoring)
         sums += torch.stack(
@@ -68,7 +70,7 @@ def paid(judge: Judge, sample: Sample) -> tuple[NDArray[np.float64], NDArray[np.
         h = decoder.post(layer, h, o)
     lost = missed_context(plan)
     lost[offsets(plan.starts, total) < Selection().first_n] = 0
-    return (sums / (decoder.layers * len(plan.query))).double().cpu().numpy(), lost
+    return (sums / (decoder.layers * len(plan.question_positions))).double().cpu().numpy(), lost
 
 
 def by_loss(shares: NDArray[np.float64], lost: NDArray[np.float32]) -> list[dict[str, float]]:

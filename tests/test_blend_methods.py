@@ -171,7 +171,7 @@ def test_full_recompute_is_looked_at_in_other_pages(model: Any, decoder: Hugging
     run = _Run(decoder, kv, TOKENS, plan, None)
     paid, changes = run.measure_recompute()
     exact, attentions = full(model, TOKENS)
-    expected = [layer[:, plan.query].sum(1).mean(0) for layer in attentions]
+    expected = [layer[:, plan.question_positions].sum(1).mean(0) for layer in attentions]
     np.testing.assert_allclose(paid, np.stack(expected), rtol=1e-3, atol=1e-6)
     for change, layer, (_, old) in zip(changes, exact.layers, before, strict=True):
         moved = (layer.room_v - old)[0].permute(1, 0, 2).flatten(1).norm(dim=-1).numpy()
@@ -219,7 +219,9 @@ def test_each_layer_keeps_some_of_the_rows_of_the_one_before(model: Any, decoder
 def test_methods_cost_the_same_and_the_oracle_covers_most(model: Any, decoder: HuggingFaceDecoder) -> None:
     """Most of the attention that the question pays once all is computed."""
     plan = plan_blend(N, 0, SPANS)
-    paid = np.stack([layer[:, plan.query].sum(1).mean(0) for layer in full(model, TOKENS)[1]]).sum(0)
+    paid = np.stack(
+        [layer[:, plan.question_positions].sum(1).mean(0) for layer in full(model, TOKENS)[1]]
+    ).sum(0)
     covered, costs = {}, {}
     for name in METHODS:
         selection, kv = Selection(name, 0.6, 0), stale(model, plan)
@@ -236,7 +238,7 @@ def test_methods_cost_the_same_and_the_oracle_covers_most(model: Any, decoder: H
 def test_an_auxiliary_model_is_asked_what_its_last_layer_attends_to(model: Any) -> None:
     plan = plan_blend(N, 0, SPANS)
     shown = AuxiliaryModel(model)(TOKENS, plan)
-    expected = full(model, TOKENS)[1][-1][:, plan.query].mean((0, 1))
+    expected = full(model, TOKENS)[1][-1][:, plan.question_positions].mean((0, 1))
     np.testing.assert_allclose(shown, expected[None], rtol=1e-4, atol=1e-7)
 
 

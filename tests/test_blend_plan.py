@@ -67,10 +67,10 @@ def test_spans_keep_their_delta_and_lie_behind_the_prefix(
 @given(plans())
 def test_the_question_is_what_is_computed_last(case: tuple[int, int, list[Span], BlendPlan]) -> None:
     tokens, _, _, plan = case
-    assert len(plan.query)
-    assert plan.query[-1] == tokens - 1
-    assert np.array_equal(plan.query, plan.computed[-len(plan.query) :])
-    assert all(span.stop <= plan.query[0] for span in plan.spans)
+    assert len(plan.question_positions)
+    assert plan.question_positions[-1] == tokens - 1
+    assert np.array_equal(plan.question_positions, plan.computed[-len(plan.question_positions) :])
+    assert all(span.stop <= plan.question_positions[0] for span in plan.spans)
 
 
 def test_a_span_cut_by_the_prefix_goes_on_where_it_was_cut() -> None:

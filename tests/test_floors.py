@@ -71,7 +71,7 @@ IN_VLLM = ("lab.prove.page_probe", "lab.quality.teacher_forcing")
 HEAVY = {"jax", "triton", "vllm", "transformers"}
 FLOORS_AT_MOST, ENTRIES_AT_MOST, PARAMETERS_AT_MOST = 10, 20, 8
 CLASS_LINES_AT_MOST, FUNCTION_LINES_AT_MOST = 300, 60
-EXCEPTED = {"kvkit/cache.py: Cache": 390}
+EXCEPTED = {"kvkit/cache.py: Cache": 395}
 """The public class, a third of which is docstrings: 33 methods of at most 31 lines."""
 ROOM_LINES_AT_MOST = {
     "adapters/engine": 1_000,

@@ -14,7 +14,7 @@ from triton.backends.compiler import GPUTarget
 from kvkit.format.layout import LayerGroup
 from kvkit.format.rope import Rope, Rotation
 from kvkit.kernels.pages import triton as kernels
-from kvkit.kernels.pages.checks import Turns
+from kvkit.kernels.pages.checks import ResolvedRotation
 from kvkit.kernels.pages.memory import Pages
 from kvkit.kernels.tuning.compiling import StandInDriver, driver_for
 

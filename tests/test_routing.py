@@ -113,11 +113,13 @@ def test_the_reason_holds(request: dict[str, Any]) -> None:
         alone = direct_seconds(decode, tokens)
         assert alone is not None
         waits = [
-            (p.waiting_tokens + p.new_tokens(tokens)) / p.prefill
+            (p.waiting_tokens + p.new_tokens(tokens)) / p.prefill_speed
             for p in request["prefills"]
-            if p.prefill is not None
+            if p.prefill_speed is not None
         ]
-        assert max(waits) + decode.new_tokens(tokens) / (decode.handoff or 1) > (limits.max_slowdown * alone)
+        assert max(waits) + decode.new_tokens(tokens) / (decode.handoff_speed or 1) > (
+            limits.max_slowdown * alone
+        )
 
 
 @given(REQUESTS)

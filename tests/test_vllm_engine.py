@@ -373,7 +373,7 @@ def test_a_router_knows_what_an_engine_holds(process: Engine, expected: Expected
         """With vLLM's own cache, and without, once a step has sent what is new."""
         process.text(prompt(20))
         found = asyncio.run(index())
-        one, other = (found.tokens(LONG, None, "salt", engine_cache=both) for both in (True, False))
+        one, other = (found.held_tokens(LONG, None, "salt", engine_cache=both) for both in (True, False))
         return one, other
 
     assert known() == (0, 0)
@@ -389,7 +389,7 @@ def test_a_router_knows_what_an_engine_holds(process: Engine, expected: Expected
     def listed() -> set[Any]:
         process.text(prompt(20))
         found = asyncio.run(index())
-        assert found.tokens(LONG, None, "", engine_cache=False) == 512 or not found.complete
+        assert found.held_tokens(LONG, None, "", engine_cache=False) == 512 or not found.complete
         return {*found._engine.locations, *found._tiers.locations} if found.complete else set()
 
     wait_for(lambda: bool(listed()))

@@ -266,7 +266,7 @@ def test_the_question_is_seen_over_vllms_pages(
     layers = [layer(kernel=kernel), layer(kernel=kernel, table=1, per_layer_sliding_window=WINDOW)]
     layers = [replace(one, number=i) for i, one in enumerate(layers)]
     plan = plan_blend(tokens, 4, [Span(4, 90, 1)])
-    assert plan.query.tolist() == [90, *question]
+    assert plan.question_positions.tolist() == [90, *question]
     blocks = REQUESTS[1].blocks
     asking = QuestionAttention(PagesAsTheyAre(layers), 2, plan, blocks, asked)
     at, q = np.array([90, *question]), queries()[:6]

@@ -32,13 +32,13 @@ class AuxiliaryModel:
     def __call__(self, tokens: NDArray[np.int32], plan: BlendPlan) -> NDArray[np.float32]:
         """Return the question's attention to each token, float32 [1, N], mean over heads and rows."""
         if self._tokenizers is None:
-            return self._attention_to(tokens.astype(np.int64), int(plan.query[0]))[None]
+            return self._attention_to(tokens.astype(np.int64), int(plan.question_positions[0]))[None]
         model_tokenizer, own_tokenizer = self._tokenizers
         texts = model_tokenizer.batch_decode(tokens[:, None].tolist(), clean_up_tokenization_spaces=False)
         ends = np.cumsum([len(text) for text in texts])
         encoded = own_tokenizer("".join(texts), return_offsets_mapping=True)
         ids, spans = np.array(encoded["input_ids"]), np.array(encoded["offset_mapping"])
-        query_ids = np.flatnonzero(spans[:, 1] > np.append(0, ends)[plan.query[0]])
+        query_ids = np.flatnonzero(spans[:, 1] > np.append(0, ends)[plan.question_positions[0]])
         attention = self._attention_to(ids, int(query_ids[0]) if len(query_ids) else len(ids) - 1)
         by_character, nonempty = np.zeros(int(ends[-1]) + 1), spans[:, 1] > spans[:, 0]
         per_character = attention[nonempty] / (spans[nonempty, 1] - spans[nonempty, 0])

@@ -68,7 +68,7 @@ class BlendPlan:
     spans: tuple[Span, ...]  # with KV, ascending; the true prefix is not among them
     exact: NDArray[np.bool_]  # [N], True: the token's KV is equal to a full prefill's
     computed: NDArray[np.int32]  # positions without KV, ascending; the last token is always one
-    query: NDArray[np.int32]  # positions of the question after the documents; the last of `computed`
+    question_positions: NDArray[np.int32]  # of the tokens after the documents, the last of `computed`
 
     @property
     def tokens(self) -> int:
@@ -142,22 +142,24 @@ class Selection:
 
 
 def plan_blend(
-    tokens: int, prefix: int = 0, spans: Sequence[Span] = (), query_tokens: int = QUESTION_TOKENS
+    tokens: int, prefix: int = 0, spans: Sequence[Span] = (), question_tokens: int = QUESTION_TOKENS
 ) -> BlendPlan:
     """Plan the blending of a prompt of `tokens` tokens.
 
     Args:
         prefix: number of leading tokens with exact KV. Spans over them are ignored.
         spans: other KV that was found, ascending and without overlap.
-        query_tokens: maximum length of the question, in tokens after the last span.
+        question_tokens: maximum length of the question, in tokens after the last span.
 
     Raises:
         BlendError: the prompt is empty, or spans lie outside it, overlap or are out of order.
     """
     if tokens < 1:
         raise BlendError(f"tokens={tokens}: want at least 1")
-    if not 0 <= prefix <= tokens or query_tokens < 1:
-        raise BlendError(f"prefix={prefix}, query_tokens={query_tokens}: want 0 to {tokens}, and at least 1")
+    if not 0 <= prefix <= tokens or question_tokens < 1:
+        raise BlendError(
+            f"prefix={prefix}, question_tokens={question_tokens}: want 0 to {tokens}, and at least 1"
+        )
     exact, found = np.zeros(tokens, bool), np.zeros(tokens, bool)
     exact[:prefix] = found[:prefix] = True
     kept, end = [], 0
@@ -173,7 +175,7 @@ def plan_blend(
     found[-1] = exact[-1] = False  # its logits are needed
     computed = np.flatnonzero(~found).astype(np.int32)
     after = kept[-1].stop if kept else min(prefix, tokens - 1)
-    return BlendPlan(tuple(kept), exact, computed, computed[computed >= after][-query_tokens:])
+    return BlendPlan(tuple(kept), exact, computed, computed[computed >= after][-question_tokens:])
 
 
 def select_tokens(

@@ -214,7 +214,7 @@ class _Run:
 
     def measure_attention(self, needs: NeedsQuestion, layers: int, rows: Positions) -> NDArray[np.float32]:
         """Run `rows` through the first `layers` layers; return the input that `needs` describes."""
-        query = self.plan.query
+        query = self.plan.question_positions
         query_rows = np.searchsorted(rows, query).tolist()
         all_rows = self._rows(query)
         single_rows = [self._rows(query[i : i + 1]) for i in range(len(query))]

@@ -22,7 +22,6 @@ from kvkit.tiers.folder import Folder
 from kvkit.tiers.objects import ObjectTier
 from kvkit.tiers.redis import RedisTier
 from kvkit.tiers.shm.tier import ShmTier
-from kvkit.transfer.tier_set import TierSet
 
 LATER_S = 0.02
 """How much later than it should something is done: others look meanwhile."""
@@ -48,7 +47,7 @@ def _in_place() -> None:
     """A file has its name before it has all its bytes."""
 
     def write(self: Folder, path: str, data: memoryview) -> None:
-        self._make(os.path.dirname(path))
+        self._make_folder(os.path.dirname(path))
         with open(path, "wb") as file:
             file.write(data[: len(data) // 2])
             file.flush()
@@ -65,12 +64,12 @@ def _shown_first() -> None:
         pool = self._pool
         assert pool is not None
         with pool._locked():
-            pool._index.hold(slot.slot, 1)
+            pool._index.set_held(slot.slot, 1)
         time.sleep(LATER_S)
         slot.record[:] = source.record
-        pool._made.pop(name, None)
+        pool._unpublished.pop(name, None)
         slot.release()
-        self._end(name, None)
+        self._complete(name, None)
 
     ShmTier._write = write  # type: ignore[method-assign]
 
@@ -96,15 +95,15 @@ def _forgets_memory() -> None:
 
 def _clears_later() -> None:
     """A clear returns before it has deleted anything."""
-    clear = TierSet.clear
+    clear = Cache.clear
 
-    def later(self: TierSet, tier: str, timeout_s: float) -> int:
+    def later(self: Cache, tier: str, timeout_s: float | None = None) -> int:
         timer = threading.Timer(LATER_S, partial(clear, self, tier, timeout_s))
         timer.daemon = True
         timer.start()
         return 0
 
-    TierSet.clear = later  # type: ignore[method-assign]
+    Cache.clear = later  # type: ignore[method-assign]
 
 
 def _knows_forever() -> None:

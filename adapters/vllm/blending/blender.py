@@ -88,7 +88,7 @@ class QuestionAttention:
         self.layers = layers
         self._first_layer = max(0, layers - (needs.last or layers))
         self._pages, self._blocks, self._needs = pages, blocks, needs
-        self._query_start, self._tokens = int(plan.query[0]), plan.tokens
+        self._query_start, self._tokens = int(plan.question_positions[0]), plan.tokens
         self._head_scores: dict[int, torch.Tensor] = {}  # [Hq, N] by layer
         self._rows: dict[tuple[int, int, bytes], Rows] = {}
         self._scores: torch.Tensor | None = None
