@@ -167,7 +167,7 @@ class Kept:
         """One that has this client, and an empty pool."""
         tier = master.tier(staging)
         tier._new_store = lambda: self
-        tier._registered = registers
+        tier._uses_rdma = registers
         tier.delete([name for name, _ in tier.scan()])
         return tier
 
