@@ -69,8 +69,8 @@ test: check tests  ## style, types, floors, documentation and tests
 tests: $(VENV)/dev.stamp
 	$(PYTEST) $(DAILY) $(addprefix --ignore=,$(ENGINES))
 
-$(NEXT_VLLM)/stamp: tests/next_vllm.py | $(VENV)/dev.stamp
-	$(BIN)/python tests/next_vllm.py $(NEXT_VLLM_VERSION) $(@D)
+$(NEXT_VLLM)/stamp: tests/tools/next_vllm.py | $(VENV)/dev.stamp
+	$(BIN)/python tests/tools/next_vllm.py $(NEXT_VLLM_VERSION) $(@D)
 	touch $@
 
 test-vllm-next: $(NEXT_VLLM)/stamp  ## the connector and engines of many kinds with the vLLM that pip installs on a GPU machine
@@ -121,24 +121,24 @@ $(OLD_TRITON)/stamp: | $(VENV)/dev.stamp
 test-triton: $(OLD_TRITON)/stamp  ## kernels, compile gate and launches with the Triton of GPU machines
 	PYTHONPATH=$(OLD_TRITON) $(BIN)/python -c "import triton; assert triton.__version__ == '$(TRITON)'"
 	PYTHONPATH=$(OLD_TRITON) $(PYTEST) -q \
-		tests/test_attention_triton.py tests/test_attention_shapes.py tests/test_pages_triton.py tests/test_pages_compiled.py tests/test_gate.py \
-		tests/test_search.py
+		tests/kernels/test_attention_triton.py tests/kernels/test_attention_shapes.py tests/kernels/test_pages_triton.py tests/kernels/test_pages_compiled.py tests/kernels/test_compile_gate.py \
+		tests/kernels/test_tuning_search.py
 
 test-jax: $(VENV)/dev.stamp  ## JAX arrays with the JAX of GPU machines, where a Python for it is or can be had
-	$(BIN)/python tests/newer_jax.py $(JAX)
+	$(BIN)/python tests/tools/newer_jax.py $(JAX)
 
 $(MUTMUT)/stamp: | $(VENV)/dev.stamp
 	$(PIP) --no-deps --upgrade --target $(@D) mutmut==3.8.1 libcst==1.9.0
 	touch $@
 
 mutants: $(MUTMUT)/stamp  ## which changes of the pure core no test notices; goes on where it was interrupted
-	PYTHONPATH=.:$(MUTMUT) nice -n 15 $(BIN)/python tests/mutants.py --json benchmarks/results/mutants.json
+	PYTHONPATH=.:$(MUTMUT) nice -n 15 $(BIN)/python tests/tools/mutation_testing.py --json benchmarks/results/mutants.json
 
 check: $(VENV)/dev.stamp  ## style, types, floors, and that the documentation builds
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
-	$(BIN)/python -m pytest -q tests/test_floors.py
+	$(BIN)/python -m pytest -q tests/project/test_floors.py
 	$(BIN)/mkdocs build --strict
 
 docs: $(VENV)/dev.stamp  ## the documentation, with its generated tables: site/index.html

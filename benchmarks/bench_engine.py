@@ -19,7 +19,7 @@ from benchmarks import resident, timeline
 from benchmarks.link import NoLink, link
 from benchmarks.two_tiers import Tokens, TwoTiers, by_turns
 from kvkit.tiers.objects import ObjectTier
-from tests.servers import S3Server, data_folder
+from tests.support.servers import S3Server, data_folder
 from timing import forget, interleaved, processor_s, ratio
 
 ROUNDS = 15

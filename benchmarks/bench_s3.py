@@ -20,7 +20,7 @@ from kvkit.tiers.base import Tier, default_threads
 from kvkit.tiers.objects import ObjectTier
 from kvkit.tiers.redis import PREFIX, RedisTier
 from kvkit.tiers.settings import TierConfig
-from tests.servers import RedisServer, S3Server, data_folder
+from tests.support.servers import RedisServer, S3Server, data_folder
 from timing import interleaved, ratio
 
 MIB = 1 << 20

@@ -39,7 +39,7 @@ from kvkit.tiers.memory import MemoryTier
 from kvkit.tiers.objects import ObjectTier
 from kvkit.tiers.shm.file import pool_path
 from kvkit.tiers.shm.tier import ShmTier
-from tests.servers import RedisServer
+from tests.support.servers import RedisServer
 from timing import interleaved, ratio
 
 CHUNK_TOKENS, CHUNKS, WARMUP = 256, 16, 3

@@ -33,8 +33,8 @@ from benchmarks.flat import Flat
 from benchmarks.spells import Spells, options, report, spells_of
 from benchmarks.standin import CALM, prompt_of
 from kvkit.lab.serve.systems import free_port
-from tests.openai_engine import Body, text_after
-from tests.servers import Process
+from tests.support.openai_engine import Body, text_after
+from tests.support.servers import Process
 
 ROOT = Path(__file__).parent.parent
 ENGINES = {"p0": "prefill", "p1": "prefill", "d0": "decode", "d1": "decode", "d2": "decode"}

@@ -44,8 +44,8 @@ from kvkit.tiers.shm.pool import Pool
 from kvkit.tiers.shm.tier import ShmTier
 from kvkit.transfer.policy import Policy
 from kvkit.transfer.sequence import largest_record_bytes
-from tests.engine import Engine, small_layout, small_namespace
-from tests.room import check_room
+from tests.support.engine_stub import Engine, small_layout, small_namespace
+from tests.support.pool_integrity import check_room
 
 CHUNK, SLOTS = 16, 96
 """Tokens of a chunk, and slots of the pool: about half of the chunks that prompts have."""

@@ -25,7 +25,7 @@ from aiohttp import web
 
 from kvkit.router.events import KVEventBatch
 from kvkit.router.index import BlockHash, ClearedBlocks, KVEvent, RemovedBlocks, StoredBlocks
-from tests.openai_engine import Body, Toy, render
+from tests.support.openai_engine import Body, Toy, render
 
 BLOCK = 16
 """Tokens of a block."""

@@ -22,7 +22,7 @@ from benchmarks.two_tiers import TwoTiers, by_turns
 from kvkit.environment import describe, slug
 from kvkit.tiers.objects import ObjectTier
 from kvkit.transfer import load, sequence
-from tests.servers import S3Server
+from tests.support.servers import S3Server
 
 ROOT = Path(__file__).parent.parent
 COLORS = {

@@ -18,7 +18,7 @@ from kvkit.tiers.memory import MemoryTier
 from kvkit.tiers.objects import ObjectTier
 from kvkit.tiers.settings import TierConfig
 from kvkit.transfer.policy import Policy
-from tests.servers import S3Server
+from tests.support.servers import S3Server
 
 CHUNK_TOKENS, BLOCK_TOKENS = 256, 16
 TIMEOUT_S = 120.0

@@ -50,7 +50,7 @@ if not torch.cuda.is_available():
 os.environ["KVKIT_TUNED"] = str(Path(__file__).parent / "none")  # not what this user has tuned
 
 settings.register_profile("kvkit", deadline=None, suppress_health_check=[HealthCheck.too_slow])
-settings.register_profile(  # for tests/mutants.py: the same examples each time
+settings.register_profile(  # for tests/tools/mutation_testing.py: the same examples each time
     "mutants",
     settings.get_profile("kvkit"),
     derandomize=True,

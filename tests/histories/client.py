@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
-from engine import Engine, small_layout, small_namespace
+from engine_stub import Engine, small_layout, small_namespace
 
 from histories.history import HANDOFF, MEMORY, PEER, STORE
 from histories.recorder import Recorder

@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 
-import engine
+import engine_stub
 
 from kvkit.cache import Cache
 from kvkit.format import record as records

@@ -17,7 +17,7 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from engine import Engine, small_layout, small_namespace
+from engine_stub import Engine, small_layout, small_namespace
 
 from histories.client import CHUNK, Client, Member, look_at_all
 from histories.history import PEER, History, read

