@@ -196,7 +196,9 @@ SOURCES: Mapping[str, Source] = {
         ("samples", "tokens", *(f"overall/*/{field}" for field in ("rows", "exact", "kl")), "sets/*/*/exact"),
     ),
     "blend_models": Source(
-        "blend-models.json", "python tests/vllm/test_vllm_blend_models.py", ("architectures/*/special",)
+        "blend-models.json",
+        "python tests/vllm_adapter/test_vllm_blend_models.py",
+        ("architectures/*/special",),
     ),
     "served": Source(
         "vllm-blend-{machine}.json",
@@ -281,7 +283,7 @@ SOURCES: Mapping[str, Source] = {
     ),
     "models": Source(
         "models.json",
-        "python tests/vllm/test_vllm_zoo.py",
+        "python tests/vllm_adapter/test_vllm_zoo.py",
         ("architectures/*/special",),
     ),
     "queued": Source(

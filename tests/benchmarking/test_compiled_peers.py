@@ -8,7 +8,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-ROOT = Path(__file__).parent.parent
+from repository import ROOT
 
 
 def test_attention_takes_no_more_instructions_than_flex_attention(tmp_path: Path) -> None:

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from repository import SUPPORT
 
 from benchmarks.gpu import __main__ as schedule
 from benchmarks.gpu import bench as benches
@@ -185,7 +186,7 @@ def test_every_measuring_step_is_rehearsed_here() -> None:
 
 
 CARRIED = """
-import os, pathlib, sys, toys
+import os, pathlib, sys, kernel_fixtures
 from triton.runtime import cache, driver
 from triton.backends.compiler import GPUTarget
 from benchmarks.gpu.triton_cache import KEY, fill_cache, key_of
@@ -193,14 +194,14 @@ from kvkit.kernels.tuning.compiling import StandInDriver
 
 assert key_of(pathlib.Path(cache.__file__).parent.parent) == cache.triton_key()
 folder, key = pathlib.Path(sys.argv[1]), sys.argv[2]
-(problem, *_) = toys.problems()
+(problem, *_) = kernel_fixtures.problems()
 fill_cache(folder, [problem], "sm_90", "theirs")
 assert (folder / KEY).read_text() == "theirs"
 carried = set(folder.rglob("*"))
 os.environ["TRITON_CACHE_DIR"] = str(folder)
 cache.triton_key = lambda: key
 driver.set_active(StandInDriver(GPUTarget("cuda", 90, 32)))
-(launch,) = problem.make(toys.torch.device("cpu"), False).launches(problem.space[0])
+(launch,) = problem.make(kernel_fixtures.torch.device("cpu"), False).launches(problem.space[0])
 launch.kernel.device_caches.clear()
 assert launch.compile().asm["cubin"]
 print({path.suffix for path in set(folder.rglob("*")) - carried if path.is_file()})
@@ -212,7 +213,7 @@ print({path.suffix for path in set(folder.rglob("*")) - carried if path.is_file(
 def test_a_carried_cache_is_found_by_the_triton_that_it_is_for(
     tmp_path: Path, key: str, compiled_again: bool
 ) -> None:
-    paths = os.pathsep.join(map(str, (ROOT, ROOT / "tests", os.environ.get("PYTHONPATH", ""))))
+    paths = os.pathsep.join(map(str, (ROOT, SUPPORT, os.environ.get("PYTHONPATH", ""))))
     environment = os.environ | {"PYTHONPATH": paths}
     environment.pop("TRITON_INTERPRET", None)
     command = [sys.executable, "-c", CARRIED, str(tmp_path), key]

@@ -10,9 +10,9 @@ import subprocess
 import sys
 from pathlib import Path
 
-ROOT = Path(__file__).parent.parent
 BENCHMARKS = """
 import time
+from repository import ROOT
 
 def test_first(benchmark):
     benchmark.pedantic(lambda: None)

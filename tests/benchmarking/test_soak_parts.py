@@ -9,12 +9,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from repository import ROOT
 
 from benchmarks import soak
 from kvkit.environment import describe
-
-ROOT = Path(__file__).parent.parent
-
 
 pytestmark = [pytest.mark.nightly, pytest.mark.timeout(900)]  # beside others
 

@@ -15,13 +15,12 @@ import pytest
 
 pytest.importorskip("vllm")
 
+from repository import ROOT
 from small_models import QWEN, save
 from vllm_process import ENVIRONMENT
 
 from benchmarks.soak_vllm import fill, pools
 from kvkit.workers import Workers
-
-ROOT = Path(__file__).parent.parent
 
 
 @pytest.mark.nightly

@@ -11,11 +11,11 @@ from functools import cache, cached_property
 
 import numpy as np
 import pytest
+from fuzz_mutations import change
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from memory_limits import Measured
 from record_corpus import CORPUS, FORMS, Whole, check, resealed, whole
-from fuzz_mutations import change
 
 from kvkit.format import codecs
 from kvkit.format import record as records
@@ -45,7 +45,7 @@ class Strange:
     """A seed with a few changes, where `forged` with checksums that fit them; or noise.
 
     Attributes:
-        changes: as `strange.change` takes them.
+        changes: as `fuzz_mutations.change` takes them.
     """
 
     seed: str

@@ -10,13 +10,13 @@ import threading
 import tracemalloc
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
-from pathlib import Path
 from typing import get_args
 
 import pytest
 from handoff_nodes import IDENTITY, LONG_S, Node, Speaker
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from repository import TESTS
 from waiting import wait_for
 
 from kvkit.handoff.protocol.messages import (
@@ -34,7 +34,7 @@ from kvkit.handoff.transport.stream import Stream
 from kvkit.handoff.transport.unix import LocalChannel
 from kvkit.tiers.testing.contract import SLOT_BYTES
 
-SEEDS = {path.name: path.read_bytes() for path in sorted((Path(__file__).parent / "corpus/frames").iterdir())}
+SEEDS = {path.name: path.read_bytes() for path in sorted((TESTS / "corpus/frames").iterdir())}
 FIRST_BYTES = 64 << 10
 """Memory that a channel may take for a peer that has proved nothing."""
 TRUSTED_BYTES = 2 * MAX_BODY_BYTES

@@ -117,7 +117,7 @@ def _same_after_reset() -> None:
     def digest(namespace: Namespace) -> bytes:
         return namespace_digest(replace(namespace, revision=""))
 
-    for module in (records, engine):
+    for module in (records, engine_stub):
         module.namespace_digest = digest  # type: ignore[attr-defined]
 
 

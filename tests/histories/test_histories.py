@@ -12,14 +12,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from repository import ROOT, SUPPORT, TESTS
+
 from histories.defects import DEFECTS
 from histories.history import History, findings, operations_of
 from histories.model import NEVER, Operation, State, unexplained
-from hypothesis import given
-from hypothesis import strategies as st
 
-TESTS = Path(__file__).parent
-HOUSE = TESTS.parent
 SAMPLE = (
     "a lookup counts what lies after a gap",
     "a pool shows a record before its bytes",
@@ -32,7 +32,7 @@ def command(*arguments: str) -> subprocess.CompletedProcess[str]:
     """`python -m histories`."""
     return subprocess.run(
         [sys.executable, "-m", "histories", *arguments],
-        env={**os.environ, "PYTHONPATH": f"{HOUSE}:{TESTS}"},
+        env={**os.environ, "PYTHONPATH": f"{ROOT}:{TESTS}:{SUPPORT}"},
         capture_output=True,
         text=True,
         check=False,

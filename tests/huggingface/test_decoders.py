@@ -15,6 +15,7 @@ import numpy as np
 import pytest
 import torch
 from decoder_models import KINDS, NotMade, make
+from repository import ROOT
 
 from kvkit.adapters.huggingface.cached import CachedModel
 from kvkit.adapters.huggingface.steps import batch_of
@@ -22,7 +23,7 @@ from kvkit.config import load_config
 from kvkit.environment import describe
 from kvkit.format.layout import LayoutError
 
-RESULTS = Path(__file__).parent.parent / "benchmarks/results/decoders.json"
+RESULTS = ROOT / "benchmarks/results/decoders.json"
 DAILY = ("llama", "qwen3_moe", "gemma2", "gpt_oss", "deepseek_v3", "falcon_h1", "bert", "opt")
 """Kinds that CI has time for."""
 CHUNK, PROMPT, NEW = 16, 75, 6

@@ -13,9 +13,10 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import kernel_fixtures
 import pytest
 import torch
-import kernel_fixtures
+from repository import ROOT, SUPPORT
 
 from kvkit.environment import version_of
 from kvkit.kernels.attention.problems import LLAMA_8B, AttentionSpec, attention_problem
@@ -35,7 +36,6 @@ from kvkit.lab.compiling.keys import KeyedCompiled, compile_key, compile_keyed
 from kvkit.lab.compiling.report import as_json, shown
 
 pytestmark = pytest.mark.timeout(1200)  # compilers beside others, on a machine that may be slow
-ROOT = Path(__file__).parent.parent
 RESULTS = ROOT / "benchmarks" / "results"
 OTHERS = RESULTS / f"compile-triton-{version_of('triton')}.json"
 RECORDED = OTHERS if OTHERS.exists() else RESULTS / "compile.json"
@@ -51,20 +51,20 @@ def pool() -> Iterator[CompilePool]:
 
 @pytest.fixture(scope="module")
 def every(pool: CompilePool) -> list[CompileReport]:
-    """The toys on every target."""
-    return gate(pool, toys.everything)
+    """The kernel_fixtures on every target."""
+    return gate(pool, kernel_fixtures.everything)
 
 
 @pytest.fixture(scope="module")
 def reports(every: list[CompileReport]) -> dict[tuple[str, str], CompileReport]:
     """Those without a flaw."""
-    names = {problem.name for problem in toys.problems()}
+    names = {problem.name for problem in kernel_fixtures.problems()}
     return {(report.kernel, report.target): report for report in every if report.problem in names}
 
 
 @pytest.fixture(scope="module")
 def flawed(every: list[CompileReport]) -> list[CompileReport]:
-    names = {problem.name for problem in toys.flawed()}
+    names = {problem.name for problem in kernel_fixtures.flawed()}
     return [report for report in every if report.problem in names]
 
 
@@ -96,13 +96,13 @@ def test_a_product_uses_matrix_instructions(
 
 def test_what_is_right_passes(reports: dict[tuple[str, str], CompileReport]) -> None:
     assert len(reports) == 2 * len(GATE)
-    assert faults(list(reports.values()), toys.problems()) == []
+    assert faults(list(reports.values()), kernel_fixtures.problems()) == []
 
 
 def test_lost_vectors_are_a_fault(flawed: list[CompileReport]) -> None:
     odd = [report for report in flawed if "odd" in report.problem]
     assert len(odd) == len(GATE)
-    for report, fault in zip(odd, faults(odd, toys.flawed()), strict=True):
+    for report, fault in zip(odd, faults(odd, kernel_fixtures.flawed()), strict=True):
         assert report.compiled is not None
         assert report.compiled.loads_16 == 0
         assert "the layout allows 1 and 1" in fault
@@ -116,22 +116,24 @@ def test_what_does_not_compile_is_a_fault(flawed: list[CompileReport]) -> None:
         assert report.compiled is None
         assert "power of 2" in report.error
         assert "BLOCK=1000" in report.error
-    assert len(faults(refused, toys.flawed())) == len(GATE)
+    assert len(faults(refused, kernel_fixtures.flawed())) == len(GATE)
 
 
 @pytest.fixture(scope="module")
 def odd_jobs(pool: CompilePool) -> list[CompileReport]:
     """One that spills, and one whose launches cannot even be made."""
-    (problem,) = toys.spilling()
-    jobs = [(problem.name, config, "sm_80") for config in (problem.space[0], toys.KernelConfig(()))]
-    return list(survey(pool, toys.spilling, jobs))
+    (problem,) = kernel_fixtures.spilling()
+    jobs = [
+        (problem.name, config, "sm_80") for config in (problem.space[0], kernel_fixtures.KernelConfig(()))
+    ]
+    return list(survey(pool, kernel_fixtures.spilling, jobs))
 
 
 def test_spills_are_a_fault(odd_jobs: list[CompileReport]) -> None:
     report = odd_jobs[0]
     assert report.compiled is not None
     assert report.compiled.spill_bytes > 0
-    (fault,) = faults([report], toys.spilling())
+    (fault,) = faults([report], kernel_fixtures.spilling())
     assert f"spills {report.compiled.spill_bytes} bytes" in fault
 
 
@@ -146,7 +148,7 @@ def test_a_table_shows_every_report(
 ) -> None:
     table = shown([*reports.values(), *flawed])
     assert table.row_count == len(reports) + len(flawed)
-    entries = as_json([*reports.values(), *flawed], toys.everything())["kernels"]
+    entries = as_json([*reports.values(), *flawed], kernel_fixtures.everything())["kernels"]
     assert len(entries) == table.row_count
     assert json.loads(json.dumps(entries)) == entries
     assert entries[0]["registers"] > 0
@@ -156,19 +158,19 @@ def test_a_table_shows_every_report(
 def test_an_unknown_target_names_the_known() -> None:
     x = torch.empty(16)
     with pytest.raises(CompileError, match=r"'sm_1': want one of sm_80.*gfx942"):
-        compile_for(toys.scale_launch(x, x, toys.tiled(256)), "sm_1")
+        compile_for(kernel_fixtures.scale_launch(x, x, kernel_fixtures.tiled(256)), "sm_1")
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="kernels are interpreted only without a GPU")
 def test_it_says_so_where_kernels_are_interpreted() -> None:
     x = torch.empty(16)
     with pytest.raises(CompileError, match="TRITON_INTERPRET"):
-        compile_for(toys.scale_launch(x, x, toys.tiled(256)), "sm_80")
+        compile_for(kernel_fixtures.scale_launch(x, x, kernel_fixtures.tiled(256)), "sm_80")
 
 
 def in_compiling_process(script: str, **variables: str) -> str:
     """What a script prints in a process that does not interpret kernels."""
-    path = os.pathsep.join([str(Path(__file__).parent), *sys.path])  # as here, if Triton is another one
+    path = os.pathsep.join([str(SUPPORT), *sys.path])  # as here, if Triton is another one
     environment = os.environ | {"PYTHONPATH": path} | variables
     environment.pop("TRITON_INTERPRET", None)
     command = [sys.executable, "-c", script]
@@ -179,12 +181,12 @@ def in_compiling_process(script: str, **variables: str) -> str:
 def test_a_first_launch_finds_what_was_compiled(tmp_path: Path) -> None:
     """Every kind of argument, for both backends; only the driver's calls are stood in for."""
     script = """
-import os, pathlib, sys, triton, toys
+import os, pathlib, sys, triton, kernel_fixtures
 from types import SimpleNamespace
 from triton.backends.compiler import GPUTarget
 from kvkit.kernels.tuning.compiling import StandInDriver, compile_for
 
-launches = toys.taking_launches()
+launches = kernel_fixtures.taking_launches()
 cache = pathlib.Path(os.environ["TRITON_CACHE_DIR"])
 files = lambda: sorted(str(path) for path in cache.rglob("*"))
 started = []
@@ -205,7 +207,7 @@ for name, target in (("sm_90", GPUTarget("cuda", 90, 32)), ("gfx942", GPUTarget(
     for launch in launches:
         compile_for(launch, name)
     compiled = files()
-    toys.taking_kernel.device_caches.clear()
+    kernel_fixtures.taking_kernel.device_caches.clear()
     triton.runtime.driver.set_active(Driver(target))
     for launch in launches:
         launch.run()
@@ -213,13 +215,13 @@ for name, target in (("sm_90", GPUTarget("cuda", 90, 32)), ("gfx942", GPUTarget(
 print(len(started))
 """
     printed = in_compiling_process(script, TRITON_CACHE_DIR=str(tmp_path))
-    assert int(printed) == 2 * len(toys.taking_launches())
+    assert int(printed) == 2 * len(kernel_fixtures.taking_launches())
     assert len(list(tmp_path.iterdir())) > 2
 
 
 def refusals() -> list[str]:
     """What is said of a launch that lacks an argument, has one too many, or one of no kind."""
-    launch = toys.scale_launch(torch.empty(16), torch.empty(16), toys.tiled(256))
+    launch = kernel_fixtures.scale_launch(torch.empty(16), torch.empty(16), kernel_fixtures.tiled(256))
     arguments = dict(launch.arguments)
     without = {name: value for name, value in arguments.items() if name != "x"}
     said = []
@@ -242,14 +244,14 @@ def test_wrong_arguments_are_named(pool: CompilePool) -> None:
 def test_equal_keys_are_those_of_equal_launches() -> None:
     """In every process, before and after compiling; all that changes the result changes the key."""
     script = """
-import sys, torch, toys
+import sys, torch, kernel_fixtures
 from dataclasses import replace
 from kvkit.kernels.tuning.compiling import compile_for
 from kvkit.lab.compiling.keys import compile_key
 
 targets = ["sm_80", "gfx942"]
 x = torch.empty(4096 + 16)
-base = toys.scale_launch(x, x, toys.tiled(256))
+base = kernel_fixtures.scale_launch(x, x, kernel_fixtures.tiled(256))
 if sys.argv[1:] == ["compiled"]:
     compile_for(base, "sm_90")
     for target in reversed(targets):
@@ -258,18 +260,18 @@ start = -x.data_ptr() % 16 // 4
 odd = x[start + 1 :]
 same = {
     "itself": base,
-    "other memory": toys.scale_launch(torch.empty(4096), torch.empty(4096), toys.tiled(256)),
-    "another count of the kind": toys.scale_launch(x, x, toys.tiled(256), 64),
+    "other memory": kernel_fixtures.scale_launch(torch.empty(4096), torch.empty(4096), kernel_fixtures.tiled(256)),
+    "another count of the kind": kernel_fixtures.scale_launch(x, x, kernel_fixtures.tiled(256), 64),
 }
 other = {
-    "another dtype": toys.scale_launch(x.half(), x, toys.tiled(256)),
-    "unaligned": toys.scale_launch(odd, odd, toys.tiled(256)),
-    "an odd count": toys.scale_launch(x, x, toys.tiled(256), 65),
-    "another constant": toys.scale_launch(x, x, toys.tiled(256), add=4),
-    "another tile": toys.scale_launch(x, x, toys.tiled(512)),
-    "warps": toys.scale_launch(x, x, toys.tiled(256, warps=8)),
+    "another dtype": kernel_fixtures.scale_launch(x.half(), x, kernel_fixtures.tiled(256)),
+    "unaligned": kernel_fixtures.scale_launch(odd, odd, kernel_fixtures.tiled(256)),
+    "an odd count": kernel_fixtures.scale_launch(x, x, kernel_fixtures.tiled(256), 65),
+    "another constant": kernel_fixtures.scale_launch(x, x, kernel_fixtures.tiled(256), add=4),
+    "another tile": kernel_fixtures.scale_launch(x, x, kernel_fixtures.tiled(512)),
+    "warps": kernel_fixtures.scale_launch(x, x, kernel_fixtures.tiled(256, warps=8)),
     "stages": replace(base, config=base.config._replace(stages=3)),
-    "another kernel": toys.product_launch(x, x, toys.KernelConfig((("SIZE", 16),))),
+    "another kernel": kernel_fixtures.product_launch(x, x, kernel_fixtures.KernelConfig((("SIZE", 16),))),
 }
 keys = {name: compile_key(launch, "sm_90") for name, launch in {**same, **other}.items()}
 keys |= {target: compile_key(base, target) for target in targets}
@@ -291,12 +293,14 @@ def test_what_is_known_is_not_compiled_again(
         assert isinstance(report.compiled, KeyedCompiled)
         known[report.compiled.key] = replace(report.compiled, registers=7)
     assert len(known) == len(reports)
-    again = gate(pool, toys.problems, known=known)
+    again = gate(pool, kernel_fixtures.problems, known=known)
     for report in again:
         assert isinstance(report.compiled, KeyedCompiled)
         assert report.compiled == known[report.compiled.key]
-    before = as_json([reports[report.kernel, report.target] for report in again], toys.problems())
-    assert as_json(again, toys.problems())["kernels"] == [e | {"registers": 7} for e in before["kernels"]]
+    before = as_json([reports[report.kernel, report.target] for report in again], kernel_fixtures.problems())
+    assert as_json(again, kernel_fixtures.problems())["kernels"] == [
+        e | {"registers": 7} for e in before["kernels"]
+    ]
 
 
 def attending(page: int | None, stages: int) -> Compiled:

@@ -8,7 +8,6 @@ import sys
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import jax
@@ -18,6 +17,7 @@ import pytest
 from jax.sharding import SingleDeviceSharding
 from jax_reference import TRITON_CALL, nvidia, problem
 from jax_reference import attention as plain_attention
+from repository import SUPPORT
 
 from kvkit.format.layout import LayerGroup, Precision
 from kvkit.format.rope import Rope
@@ -158,11 +158,10 @@ def test_pinned_memory_is_named_where_functions_are_lowered(platform: str) -> No
 @pytest.mark.nightly
 def test_over_four_devices() -> None:
     """In a process of its own: devices are counted when JAX starts."""
-    here = Path(__file__).parent
     flags = "--xla_force_host_platform_device_count=4 --xla_backend_optimization_level=0"
     command = [sys.executable, "-m", "pytest", "-q", "--noconftest", "-p", "no:cacheprovider"]
     done = subprocess.run(
-        [*command, str(here / "jax_mesh.py")],
+        [*command, str(SUPPORT / "jax_mesh_program.py")],
         env=os.environ | {"XLA_FLAGS": flags, "JAX_PLATFORMS": "cpu"},
         capture_output=True,
         text=True,

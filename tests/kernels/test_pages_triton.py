@@ -11,9 +11,9 @@ import pytest
 import torch
 import triton
 import triton.language as tl
-from run_sizes import examples
 from hypothesis import given, settings
 from numpy.typing import NDArray
+from run_sizes import examples
 from test_pages_numba import (
     FLOATS,
     POISON,

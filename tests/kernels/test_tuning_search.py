@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 import torch
 from kernel_fixtures import SPACE, scale_problem, tiled
+from repository import SUPPORT
 from typer.testing import CliRunner, Result
 
 from kvkit import cli
@@ -405,11 +406,11 @@ def test_each_gpu_has_its_own_file(tmp_path: Path) -> None:
 def test_killed_in_the_middle_it_keeps_what_was_done(tmp_path: Path) -> None:
     """kill -9 after the second bucket: a whole table of two."""
     script = (
-        "import sys; from pathlib import Path; import test_search as t\n"
+        "import sys; from pathlib import Path; import test_tuning_search as t\n"
         "for step in t.tune(t.PROBLEMS[:2], Path(sys.argv[1]), t.tools()): print(step.state, flush=True)\n"
         "print('waits', flush=True); sys.stdin.read()"
     )
-    paths = os.pathsep.join([str(Path(__file__).parent), os.environ.get("PYTHONPATH", "")])
+    paths = os.pathsep.join([str(Path(__file__).parent), str(SUPPORT), os.environ.get("PYTHONPATH", "")])
     environment = os.environ | {"TRITON_INTERPRET": "1", "PYTHONPATH": paths}
     process = subprocess.Popen(
         [sys.executable, "-c", script, str(tmp_path)], stdin=-1, stdout=-1, env=environment, text=True

@@ -13,8 +13,8 @@ from typing import Any
 
 import pytest
 import torch
-from page_blocks import on_page
 from kernel_fixtures import scale_problem, tiled
+from page_blocks import on_page
 from typer.testing import CliRunner
 
 from kvkit import cli

@@ -35,11 +35,11 @@ cli.main()
 
 
 def measured_in_vllm(folder: Path, *arguments: object) -> Any:
-    """What `quality_in_vllm` measures."""
+    """What `quality_vllm_program` measures."""
     printed, errors = folder / "printed", folder / "errors"
     with open(os.devnull) as nothing, open(printed, "w") as out, open(errors, "w") as bad:
         streams = nothing.fileno(), out.fileno(), bad.fileno()
-        process = Fork("quality_in_vllm", [str(one) for one in arguments], streams, {})
+        process = Fork("quality_vllm_program", [str(one) for one in arguments], streams, {})
         process.wait(280.0)
     text = printed.read_text()
     assert text, errors.read_text()[-2000:]

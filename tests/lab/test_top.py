@@ -18,8 +18,8 @@ from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
 
 import pytest
-from stub_cache import ManagedCache, filled_counts
 from rich.console import Console
+from stub_cache import ManagedCache, filled_counts
 from terminals import COLUMNS, command, environment, in_terminal, open_terminal, piped
 
 from kvkit.lab.watch.report import cache_section

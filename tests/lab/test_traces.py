@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 from memory_limits import Measured
 from page_blocks import ROOT
+from repository import ROOT
 from typer.testing import CliRunner
 
 from kvkit import cli
@@ -25,7 +26,7 @@ from kvkit.settings import ConfigError
 
 
 def test_the_example_is_a_trace() -> None:
-    example = read_trace(Path(__file__).parent.parent / "benchmarks" / "traces" / "mixed.jsonl")
+    example = read_trace(ROOT / "benchmarks" / "traces" / "mixed.jsonl")
     assert len(example.requests) == 240
     assert simulate(example, SimulationConfig()).hit_rate > 0.5
 

@@ -6,16 +6,16 @@ import json
 import re
 from collections.abc import Iterator
 from itertools import combinations
-from pathlib import Path
 from typing import Any
 
 import pytest
+from repository import ROOT
 
 from docs.reference import vllm_metrics
 from kvkit.observe import metrics
 from kvkit.router import metrics as router_metrics
 
-DASHBOARD: dict[str, Any] = json.loads((Path(__file__).parent.parent / "docs/grafana.json").read_text())
+DASHBOARD: dict[str, Any] = json.loads((ROOT / "docs/grafana.json").read_text())
 PROMETHEUS = {"instance", "job", "__name__"}
 """Labels that every sample has, besides its metric's own."""
 

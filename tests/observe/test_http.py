@@ -18,8 +18,8 @@ import numpy as np
 import pytest
 from endpoints import HEAD, TOKEN, ask, call, its_endpoint, managed_cache, raw  # noqa: F401 - fixtures, too
 from engine_stub import Engine, small_layout
-from stub_cache import ManagedCache, filled_counts
 from prometheus_client.parser import text_string_to_metric_families
+from stub_cache import ManagedCache, filled_counts
 from waiting import wait_for
 
 from kvkit.cache import Cache

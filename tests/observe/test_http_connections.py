@@ -16,6 +16,7 @@ from urllib.parse import urlsplit
 
 import pytest
 from endpoints import HEAD, TOKEN, ask, call, its_endpoint, managed_cache, raw  # noqa: F401 - fixtures, too
+from repository import SUPPORT
 from stub_cache import ManagedCache
 
 from kvkit.observe import connections
@@ -144,7 +145,7 @@ UNPROVEN = [
 def test_strangers_cost_a_bounded_share_of_the_process(tmp_path: Path) -> None:
     """300 sockets that are held, in a process that may open 96 files more than it has."""
     program = [sys.executable, "-c", ENDPOINT, TOKEN, str(tmp_path / "store")]
-    paths = os.pathsep.join([str(Path(__file__).parent), *sys.path])
+    paths = os.pathsep.join([str(SUPPORT), *sys.path])
     with contextlib.ExitStack() as held:
         child = subprocess.Popen(
             program,

@@ -8,11 +8,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from stub_cache import ManagedCache, filled_counts
 from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.openmetrics.exposition import generate_latest as generate_openmetrics
 from prometheus_client.openmetrics.parser import text_string_to_metric_families as parse_openmetrics
 from prometheus_client.parser import text_string_to_metric_families
+from stub_cache import ManagedCache, filled_counts
 
 from kvkit.format.record import Damage
 from kvkit.handoff.endpoint import Endpoint

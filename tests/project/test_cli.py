@@ -13,6 +13,7 @@ from importlib.metadata import metadata
 from pathlib import Path
 
 import pytest
+from repository import ROOT
 from test_inspect import fill, form_of, records
 from typer.testing import CliRunner, Result
 
@@ -131,7 +132,7 @@ def test_doctor_says_how_to_install_what_is_missing(monkeypatch: pytest.MonkeyPa
 
 
 def test_every_extra_that_brings_a_feature_is_told_of() -> None:
-    path = Path(__file__).parent.parent / "pyproject.toml"
+    path = ROOT / "pyproject.toml"
     extras = set(tomllib.loads(path.read_text())["project"]["optional-dependencies"])
     told = {extra for *_, source in doctor.FEATURES for extra in re.findall(r"\[(\w+)\]", source)}
     assert extras - told == {"dev", "paper", "simulate"}, "matplotlib and typst, and what contributors need"

@@ -33,7 +33,7 @@ def run(copy: Path, *arguments: str, **more: str) -> str:
     done = subprocess.run(
         [sys.executable, *arguments],
         cwd=copy,
-        env=environment(copy, PYTHONPATH=f"{copy}:{ROOT / 'tests'}", **more),
+        env=environment(copy, PYTHONPATH=f"{copy}:{SUPPORT}", **more),
         capture_output=True,
         text=True,
         check=False,
@@ -56,6 +56,7 @@ from kvkit.settings import ConfigError
 from kvkit.staging import Staging
 from kvkit.tiers.settings import open_tier
 from kvkit.tiers.testing.contract import SLOT_BYTES, SLOTS, TierContract
+from repository import SUPPORT
 
 
 class TestRow(TierContract):

@@ -37,7 +37,7 @@ from kvkit.router import metrics as router_metrics
 from kvkit.tiers import health
 from kvkit.tiers.settings import TierConfig
 
-SITE = [page for page in pages.PAGES if page.startswith("docs/")]
+SITE = [page for page in page_blocks.PAGES if page.startswith("docs/")]
 
 
 @pytest.mark.parametrize("page", PAGES)
@@ -126,8 +126,8 @@ def imported(code: str) -> Iterator[str]:
 
 
 def test_what_pages_and_examples_import_is_listed_as_public() -> None:
-    outside = [page for page in pages.PAGES if page != "CONTRIBUTING.md"]  # whose code is kvkit's own
-    shown = [block.text for page in outside for block in pages.blocks(page, "python")]
+    outside = [page for page in page_blocks.PAGES if page != "CONTRIBUTING.md"]  # whose code is kvkit's own
+    shown = [block.text for page in outside for block in page_blocks.blocks(page, "python")]
     programs = [text for text in shown if "import " in text]
     programs += [path.read_text() for path in (ROOT / "examples").glob("*.py")]
     for path in (ROOT / "examples").glob("*.ipynb"):
@@ -181,7 +181,7 @@ def promises(page: str, text: str) -> list[str]:
     return found
 
 
-@pytest.mark.parametrize("page", pages.PAGES)
+@pytest.mark.parametrize("page", page_blocks.PAGES)
 def test_no_page_promises_or_denies_what_may_exist(page: str) -> None:
     assert promises(page, (ROOT / page).read_text()) == []
 
@@ -231,7 +231,7 @@ def test_kernels_that_were_not_measured_are_left_out(tmp_path: Path) -> None:
     assert blended.endswith("| 0.20 | 0.25 |")
 
 
-@pytest.mark.parametrize("page", pages.PAGES)
+@pytest.mark.parametrize("page", page_blocks.PAGES)
 def test_files_that_are_named_exist(page: str) -> None:
     text = (ROOT / page).read_text()
     named = re.findall(r"\]\(([^)#:]+)\)", text) + re.findall(
@@ -241,7 +241,7 @@ def test_files_that_are_named_exist(page: str) -> None:
         assert (ROOT / path).exists() or (ROOT / page).parent.joinpath(path).exists(), path
 
 
-@pytest.mark.parametrize("page", pages.PAGES)
+@pytest.mark.parametrize("page", page_blocks.PAGES)
 def test_commands_that_are_named_exist(page: str) -> None:
     text = (ROOT / page).read_text()
     shells = [block.text for block in blocks(page, "sh")]

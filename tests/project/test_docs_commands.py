@@ -13,8 +13,8 @@ import pytest
 from completions_server import Completions
 from openai_engine import OpenAIEngine
 from page_blocks import DATA, EXCUSE, PAGES, ROOT, RUNNABLE, Block, blocks, on_page, run_shell
-from servers import free_ports, together
 from page_command_server import Typed
+from servers import free_ports, together
 
 from kvkit.lab.serve.workloads import WORKLOADS
 from kvkit.tiers.testing.contract import DEADLINE_S

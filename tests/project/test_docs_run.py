@@ -54,7 +54,7 @@ def section(page: str, title: str) -> list[Settings]:
 
 def all_toml() -> Iterator[tuple[str, str]]:
     """Every configuration that a page shows; what packages a tier is none."""
-    for page in pages.PAGES:
+    for page in page_blocks.PAGES:
         for block in blocks(page, "toml"):
             if "project" not in tomllib.loads(block.text):
                 yield page, block.text

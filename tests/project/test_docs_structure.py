@@ -6,10 +6,11 @@ import ast
 import re
 
 import pytest
-from test_floors import FLOOR, FLOORS, HOUSE, ROOT, files
+from repository import ROOT
+from test_floors import FLOOR, FLOORS, PACKAGE, files
 
-PAGE = (HOUSE / "docs/structure.md").read_text()
-GLOSSARY = (HOUSE / "docs/concepts.md").read_text().split("\n## Words\n")[1].split("\n## ")[0]
+PAGE = (ROOT / "docs/structure.md").read_text()
+GLOSSARY = (ROOT / "docs/concepts.md").read_text().split("\n## Words\n")[1].split("\n## ")[0]
 
 
 def quoted(text: str) -> list[str]:
@@ -35,7 +36,7 @@ def is_there(name: str) -> bool:
     """Whether a dotted name below kvkit is a module, or something that one defines."""
     parts = name.split(".")
     for count in range(len(parts), 0, -1):
-        module = ROOT.joinpath(*parts[:count]).with_suffix(".py")
+        module = PACKAGE.joinpath(*parts[:count]).with_suffix(".py")
         if module.exists():
             body = ast.parse(module.read_text()).body
             for part in parts[count:]:
@@ -53,7 +54,7 @@ def test_what_is_named_is_there(text: str) -> None:
     names = [name for name in quoted(text) if re.fullmatch(r"[a-z_0-9]+(\.\w+)+", name) and name not in paths]
     assert len(names) + len(paths) > 20
     assert [name for name in names if not is_there(name)] == []
-    assert [path for path in paths if not any((root / path).exists() for root in (HOUSE, ROOT))] == []
+    assert [path for path in paths if not any((root / path).exists() for root in (ROOT, PACKAGE))] == []
 
 
 @pytest.mark.parametrize(
@@ -76,7 +77,7 @@ def test_every_thread_has_a_line() -> None:
     listed = {re.sub("[A-Z]+", "*", name) for row in rows for name in quoted(row.split("|")[1])}
     started = set()
     for path in files("kvkit", "adapters"):
-        if path.is_relative_to(HOUSE / "kvkit/lab") or "testing" in path.parts:
+        if path.is_relative_to(ROOT / "kvkit/lab") or "testing" in path.parts:
             continue
         for call in re.findall(
             r'(?:Workers|Thread)\([^"\n]*(?:\n[^"\n)]*)*?f?"(kvkit-[^"]+)"', path.read_text()

@@ -10,9 +10,9 @@ from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 
 import pytest
+from repository import ROOT
 
-HOUSE = Path(__file__).parent.parent
-ROOT = HOUSE / "kvkit"
+PACKAGE = ROOT / "kvkit"
 # lowest first; rooms of one floor do not import each other
 FLOORS = (
     ("format", "workers", "environment"),
@@ -36,7 +36,7 @@ PURE = (
     "format.record",
     "format.rope",
     "blend.plan",
-    *(f"blend.methods.{path.stem}" for path in (ROOT / "blend" / "methods").glob("[a-z]*.py")),
+    *(f"blend.methods.{path.stem}" for path in (PACKAGE / "blend" / "methods").glob("[a-z]*.py")),
     "tiers.eviction.policies",
     "tiers.eviction.state",
     "transfer.counters",
@@ -103,15 +103,15 @@ FLOOR = {name: number for number, names in enumerate(FLOORS) for name in names}
 
 def modules() -> list[str]:
     """Dotted names below kvkit, symlinked folders included."""
-    folders = [folder for folder in ROOT.iterdir() if folder.is_dir()]
-    files = [*ROOT.glob("*.py"), *(f for folder in folders for f in folder.rglob("*.py"))]
-    names = [".".join(f.relative_to(ROOT).with_suffix("").parts) for f in files]
+    folders = [folder for folder in PACKAGE.iterdir() if folder.is_dir()]
+    files = [*PACKAGE.glob("*.py"), *(f for folder in folders for f in folder.rglob("*.py"))]
+    names = [".".join(f.relative_to(PACKAGE).with_suffix("").parts) for f in files]
     return sorted(n for n in names if not n.endswith("__init__"))
 
 
 def imports(module: str, top_level_only: bool = False) -> set[str]:
     """Absolute names that a module imports."""
-    tree = ast.parse((ROOT / Path(*module.split("."))).with_suffix(".py").read_text())
+    tree = ast.parse((PACKAGE / Path(*module.split("."))).with_suffix(".py").read_text())
     found: set[str] = set()
     for node in ast.iter_child_nodes(tree) if top_level_only else ast.walk(tree):
         if isinstance(node, ast.Import):
@@ -136,7 +136,7 @@ def files(*folders: str) -> list[Path]:
     return sorted(
         path
         for folder in folders
-        for path in (HOUSE / folder).rglob("*.py")
+        for path in (ROOT / folder).rglob("*.py")
         if not any(parent.is_symlink() for parent in path.parents)
     )
 
@@ -170,7 +170,7 @@ def long_ones() -> dict[str, int]:
         for node, limit in ((node, limit) for nodes, limit in limits for node in nodes(path)):
             lines = (node.end_lineno or 0) - node.lineno + 1
             if lines > limit:
-                name = f"{path.relative_to(HOUSE)}: {node.name}"
+                name = f"{path.relative_to(ROOT)}: {node.name}"
                 found[name] = max(found[name], lines)
     return dict(found)
 
@@ -179,7 +179,7 @@ def room_lines() -> dict[str, int]:
     """Lines of each folder of kvkit, kernels and adapters, and of the files beside those folders."""
     found = defaultdict[str, int](int)
     for path in files("kvkit", "kernels", "adapters"):
-        found["/".join(path.relative_to(HOUSE).parent.parts[:2])] += len(path.read_text().splitlines())
+        found["/".join(path.relative_to(ROOT).parent.parts[:2])] += len(path.read_text().splitlines())
     return dict(found)
 
 
@@ -194,7 +194,7 @@ def test_every_module_has_a_floor() -> None:
 
 
 def test_the_root_of_kvkit_holds_few_entries() -> None:
-    entries = [path.name for path in ROOT.iterdir() if not path.name.startswith((".", "__pycache__"))]
+    entries = [path.name for path in PACKAGE.iterdir() if not path.name.startswith((".", "__pycache__"))]
     assert len(entries) <= ENTRIES_AT_MOST, sorted(entries)
 
 
@@ -220,7 +220,7 @@ def test_no_room_outgrows_its_budget() -> None:
 
 def test_no_function_takes_more_than_a_reader_holds() -> None:
     many = {
-        f"{path.relative_to(HOUSE)}: {function.name}": len(parameters(function))
+        f"{path.relative_to(ROOT)}: {function.name}": len(parameters(function))
         for path in files("kvkit", "kernels", "adapters")
         for function in functions(path)
         if len(parameters(function)) > PARAMETERS_AT_MOST
@@ -236,7 +236,7 @@ def test_imports_come_from_lower_floors(module: str) -> None:
         own = max(own, FLOOR["config"] + 1)
     for name in imports(module):
         floor = floor_of(name)
-        inside = name.startswith(f"kvkit.{package}.") and (ROOT / package).is_dir()
+        inside = name.startswith(f"kvkit.{package}.") and (PACKAGE / package).is_dir()
         assert floor is None or inside or floor < own, f"kvkit.{module} imports {name}"
         assert package == "cli" or ".commands." not in name, f"kvkit.{module} imports {name}"
 
@@ -269,5 +269,5 @@ def test_the_router_knows_no_engine(module: str) -> None:
 
 @pytest.mark.parametrize("folder", ["kernels", "adapters"])
 def test_no_init_shadows_another_package(folder: str) -> None:
-    assert not (ROOT.parent / folder / "__init__.py").exists()
-    assert (ROOT / folder).is_symlink()
+    assert not (PACKAGE.parent / folder / "__init__.py").exists()
+    assert (PACKAGE / folder).is_symlink()

@@ -9,8 +9,7 @@ import zipfile
 from pathlib import Path
 
 import pytest
-
-ROOT = Path(__file__).parent.parent
+from repository import ROOT
 
 
 def tracked(*folders: str) -> set[str]:

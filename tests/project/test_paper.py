@@ -14,10 +14,11 @@ import pytest
 
 pytest.importorskip("typst")
 
+from repository import ROOT
+
 from paper import build as paper
 from paper import derived, plots, sources
 
-ROOT = Path(__file__).parent.parent
 RESULTS = ROOT / "benchmarks" / "results"
 MACHINE = "amd-epyc-2-cores"
 VALUES: Mapping[str, Any] = {"file_system": "ext4", "threads": 4, "records": 512, "bytes": 1_000_000}

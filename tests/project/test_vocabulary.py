@@ -7,7 +7,8 @@ import re
 import tokenize
 from pathlib import Path
 
-HOUSE = Path(__file__).parent.parent
+from repository import ROOT
+
 REPLACED = {
     "BlendsUnderWay": "BlendExecutor",
     "ChunkStore": "ChunkSender",
@@ -91,7 +92,7 @@ def stems(name: str) -> set[str]:
 
 def glossary() -> dict[str, str]:
     """By term, the names of the code that it is at home in, below their modules' folders."""
-    section = (HOUSE / "docs/concepts.md").read_text().split("\n## Words\n")[1].split("\n## ")[0]
+    section = (ROOT / "docs/concepts.md").read_text().split("\n## Words\n")[1].split("\n## ")[0]
     rows = [line.strip("|").split(" | ") for line in section.splitlines() if line.startswith("| ")][1:]
     return {row[0].strip(): re.sub(r"\b\w+\.", "", row[-1], count=1) for row in rows}
 
@@ -109,8 +110,8 @@ def test_the_glossary_has_no_replaced_word() -> None:
 
 def test_no_replaced_name_is_in_the_product() -> None:
     found = [
-        f"{path.relative_to(HOUSE)}: {name}: want {REPLACED[name]}"
-        for path in (path for room in ROOMS for path in sorted((HOUSE / room).rglob("*.py")))
+        f"{path.relative_to(ROOT)}: {name}: want {REPLACED[name]}"
+        for path in (path for room in ROOMS for path in sorted((ROOT / room).rglob("*.py")))
         for name in sorted(names_in_code(path) & REPLACED.keys())
     ]
     assert not found, "\n".join(found)
@@ -118,8 +119,8 @@ def test_no_replaced_name_is_in_the_product() -> None:
 
 def test_no_replaced_name_is_on_a_page() -> None:
     found = [
-        f"{path.relative_to(HOUSE)}: {name}: want {REPLACED[name]}"
-        for path in [*sorted(HOUSE.glob("*.md")), *sorted((HOUSE / "docs").rglob("*.md"))]
+        f"{path.relative_to(ROOT)}: {name}: want {REPLACED[name]}"
+        for path in [*sorted(ROOT.glob("*.md")), *sorted((ROOT / "docs").rglob("*.md"))]
         for name in sorted(names_on_page(path) & REPLACED.keys())
     ]
     assert not found, "\n".join(found)

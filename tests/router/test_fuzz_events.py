@@ -8,20 +8,20 @@ from __future__ import annotations
 import json
 from collections.abc import Callable
 from itertools import pairwise
-from pathlib import Path
 from typing import Any
 
 import pytest
+from fuzz_mutations import change
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from memory_limits import Measured
-from fuzz_mutations import change
+from repository import TESTS
 
 from kvkit.router import openai
 from kvkit.router.answers import Answer, CannotContinue
 from kvkit.router.openai import EventParser, ParsedRequest
 
-CORPUS = Path(__file__).parent / "corpus" / "events"
+CORPUS = TESTS / "corpus" / "events"
 SEEDS = [path.read_bytes() for path in sorted(CORPUS.iterdir())]
 ROOM_BYTES = 128 << 20
 """Address space for a fuzzer and hypothesis; no input has over 100,000 bytes."""

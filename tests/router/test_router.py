@@ -18,7 +18,6 @@ import pytest
 
 pytest.importorskip("aiohttp")
 
-from stub_cache import ManagedCache
 from openai_engine import TOKEN, render, tokens_after
 from routers import (  # noqa: F401 - fixtures, too
     CHAT,
@@ -40,6 +39,7 @@ from routers import (  # noqa: F401 - fixtures, too
     wanted_prompt,
 )
 from servers import free_ports
+from stub_cache import ManagedCache
 from waiting import wait_for
 
 from kvkit.observe.http import Server

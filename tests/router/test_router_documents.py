@@ -13,7 +13,6 @@ import pytest
 
 pytest.importorskip("aiohttp")
 
-from stub_cache import ManagedCache
 from openai_engine import TOKEN, render, text_after
 from routers import (  # noqa: F401 - fixtures, too
     CHAT,
@@ -33,6 +32,7 @@ from routers import (  # noqa: F401 - fixtures, too
     wanted,
     wanted_prompt,
 )
+from stub_cache import ManagedCache
 from waiting import wait_for
 
 from kvkit.observe.http import Server

@@ -18,6 +18,7 @@ pytest.importorskip("aiohttp")
 pytest.importorskip("vllm")
 
 from event_subscriber import Following, addresses
+from event_workers import ToldEngine, lives, prompts
 from routers import (  # noqa: F401 - fixtures, too
     COMPLETIONS,
     LONG,
@@ -29,7 +30,6 @@ from routers import (  # noqa: F401 - fixtures, too
     engines_as_new,
 )
 from servers import adjacent_ports
-from event_workers import ToldEngine, lives, prompts
 from vllm.distributed.kv_events import (
     AllBlocksCleared,
     BlockRemoved,

@@ -14,13 +14,13 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from repository import ROOT, SUPPORT, TESTS
+
 from simulation.lives import BUDGET
 from simulation.mutant import Mutant
 from simulation.mutants import MUTANTS
 
-TESTS = Path(__file__).parent.parent
-HOUSE = TESTS.parent
-RESULTS = HOUSE / "benchmarks" / "results" / "simulation-mutants.json"
+RESULTS = ROOT / "benchmarks" / "results" / "simulation-mutants.json"
 
 
 def plant(mutant: Mutant, copy: Path) -> str:
@@ -40,7 +40,7 @@ def plant(mutant: Mutant, copy: Path) -> str:
 def copied(folder: Path) -> Path:
     """The product, in a folder of its own."""
     ignored = shutil.ignore_patterns("__pycache__", "tuned")
-    shutil.copytree(HOUSE / "kvkit", folder / "kvkit", symlinks=False, ignore=ignored)
+    shutil.copytree(ROOT / "kvkit", folder / "kvkit", symlinks=False, ignore=ignored)
     return folder
 
 
@@ -52,7 +52,7 @@ def find(mutant: Mutant, copy: Path, seeds: int) -> tuple[int | None, str]:
         run = subprocess.run(
             [sys.executable, "-m", "simulation", "--scenario", mutant.scenario, "--seeds", str(seeds)],
             cwd=copy,
-            env={**os.environ, "PYTHONPATH": f"{copy}:{TESTS}", "PYTHONHASHSEED": "0"},
+            env={**os.environ, "PYTHONPATH": f"{copy}:{TESTS}:{SUPPORT}", "PYTHONHASHSEED": "0"},
             capture_output=True,
             text=True,
             check=False,

@@ -23,10 +23,13 @@ from run_sizes import NIGHTLY
 pytest.importorskip("aiohttp")
 pytest.importorskip("zmq")
 
+from repository import ROOT, SUPPORT, TESTS
+
+from kvkit.workers import Workers
 from simulation import scheduler as scheduler_module
 from simulation.lives import BUDGET, SCENARIOS, failure_of, live, story
 from simulation.mutants import MUTANTS
-from simulation.mutation import HOUSE, copied, find, plant
+from simulation.mutation import copied, find, plant
 from simulation.primitives import SimulatedLock, SimulatedThreading
 from simulation.router_clients import PROMPTS
 from simulation.router_life import RouterLife
@@ -35,9 +38,6 @@ from simulation.router_network import Exchange
 from simulation.scheduler import Carriers, Scheduler, Violation
 from simulation.world import World
 
-from kvkit.workers import Workers
-
-TESTS = Path(__file__).parent
 PARTS = 2
 """Tests that they are divided into."""
 SHARE = 1 if NIGHTLY else 15
@@ -86,7 +86,7 @@ def test_no_seed_finds_anything(scenario: str, part: int) -> None:
             f"--first={first}",
             f"--seeds={count}",
         ],
-        env={**os.environ, "PYTHONPATH": f"{HOUSE}:{TESTS}", "PYTHONHASHSEED": "0"},
+        env={**os.environ, "PYTHONPATH": f"{ROOT}:{TESTS}:{SUPPORT}", "PYTHONHASHSEED": "0"},
         capture_output=True,
         text=True,
         check=False,

@@ -19,6 +19,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from repository import ROOT, SUPPORT
+
 from kvkit.handoff.endpoint import Endpoint
 from kvkit.handoff.protocol.messages import AnyMessage, Hello, Message, Proof, decode, encode
 from kvkit.handoff.protocol.states import Limits, RequestRef
@@ -150,10 +152,9 @@ class Process:
     """A node in a process of its own; `call` has it do something."""
 
     def __init__(self, role: str, folder: Path) -> None:
-        root = Path(__file__).parent
-        path = os.pathsep.join([str(root.parent), str(root)])
+        path = os.pathsep.join([str(ROOT), str(SUPPORT)])
         self._process = subprocess.Popen(
-            [sys.executable, str(Path(__file__)), role, str(folder)],
+            [sys.executable, __file__, role, str(folder)],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,

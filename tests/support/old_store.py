@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import numpy.typing as npt
 from engine_stub import Engine, small_layout, small_namespace
+from repository import TESTS
 
 from kvkit.config import load_config, open_cache
 
@@ -27,7 +28,7 @@ if TYPE_CHECKING:
 
     from kvkit.cache import Cache
 
-STORE = Path(__file__).parent / "fixtures" / "store-1b1a6c3"
+STORE = TESTS / "fixtures" / "store-1b1a6c3"
 CHUNK = 8
 NAMESPACE: Mapping[str, Any] = {
     "model": "a model",

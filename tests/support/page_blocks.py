@@ -17,7 +17,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-ROOT = Path(__file__).parent.parent
+from repository import ROOT
+
 PAGES = (
     "README.md",
     "CONTRIBUTING.md",

@@ -18,7 +18,7 @@ class Typed(Process):
     Args:
         folder: where it is typed, and its home.
         text: the command line.
-        changes: what is replaced in it; see `pages.run_shell`.
+        changes: what is replaced in it; see `page_blocks.run_shell`.
         port: where it answers `/health`.
         variables: of the environment, besides.
     """

@@ -8,10 +8,10 @@ from __future__ import annotations
 
 import struct
 from dataclasses import dataclass
-from pathlib import Path
 
 import numpy as np
 import numpy.typing as npt
+from repository import TESTS
 from xxhash import xxh3_64_intdigest
 
 from kvkit.format import codecs
@@ -20,7 +20,7 @@ from kvkit.format.keys import chunk_keys
 from kvkit.format.layout import KVLayout, LayerGroup, Namespace
 from kvkit.format.record import CODECS, HEADER, RecordFormat
 
-CORPUS = Path(__file__).parent / "corpus" / "records"
+CORPUS = TESTS / "corpus" / "records"
 HEADER_SUM, TRAILER_SUM = 176, 184
 
 

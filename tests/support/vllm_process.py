@@ -25,6 +25,7 @@ from pathlib import Path
 from typing import Any
 
 import async_scheduling
+from repository import TESTS
 
 ENVIRONMENT = {
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
@@ -123,6 +124,7 @@ def _forget_ended() -> None:
 
 
 def _serve(way: socket.socket) -> None:
+    sys.path.insert(1, str(TESTS))
     for module in IMPORTED:
         importlib.import_module(module)
     _prepare()
@@ -178,8 +180,8 @@ def _become(asked: dict[str, Any], streams: list[int]) -> None:
     os.environ.update(asked["environment"])
     if os.environ.get(METHOD) == "spawn":
         vars(sys.modules["vllm.envs"]).pop(METHOD, None)
-    if os.environ.get(overlapping.ASKED):
-        overlapping.force()
+    if os.environ.get(async_scheduling.ASKED):
+        async_scheduling.force()
     os.chdir(asked["folder"])
     found = os.environ.get("PYTHONPATH", "").split(os.pathsep)
     sys.path[1:1] = [folder for folder in found if folder and folder not in sys.path]

@@ -11,8 +11,8 @@ from pathlib import Path
 from typing import Any
 
 from async_scheduling import ASKED
+from repository import ROOT
 
-ROOT = Path(__file__).parent.parent
 RESULTS = ROOT / "benchmarks" / "results" / "vllm-versions.json"
 
 

@@ -7,13 +7,13 @@ import subprocess
 import sys
 import uuid
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import obstore
 import pytest
 from remote_tiers import finish, kill_amid_a_load, same
+from repository import ROOT
 from servers import Proxy, S3Server, s3  # noqa: F401 - s3 is a fixture
 from test_cache import make_engine, open_cache, sequence, store
 
@@ -104,7 +104,7 @@ staging.close()
 def test_processes_write_the_same_records(s3: S3Server, url: str, staging: Staging) -> None:  # noqa: F811
     """With credentials from the environment."""
     environment = {"AWS_ACCESS_KEY_ID": s3.KEY, "AWS_SECRET_ACCESS_KEY": s3.SECRET, "PATH": "/usr/bin"}
-    pythonpath = {"PYTHONPATH": str(Path(__file__).parent.parent)}
+    pythonpath = {"PYTHONPATH": str(ROOT)}
     writers = [
         subprocess.Popen(
             [sys.executable, "-c", WRITER, url, s3.endpoint, str(5 * turn)],

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from repository import ROOT, SUPPORT
 
 from kvkit.staging import Staging
 from kvkit.tiers.mooncake import MooncakeTier
@@ -51,11 +52,10 @@ def test_in_a_network_of_its_own(library_path: str) -> None:
     alone = ["unshare", "--net", "sh", "-c", 'ip link set lo up && exec "$@"', "sh"]
     if subprocess.run([*alone, "true"], capture_output=True, check=False).returncode:
         pytest.skip("this kernel, or its container, makes no network namespace")
-    tests = Path(__file__).with_name("mooncake_pool.py")
     for _ in range(2):  # its library aborts, rarely, once a stranger's connection is gone: not ours to mend
         done = subprocess.run(
-            [*alone, sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", tests],
-            cwd=tests.parent.parent,
+            [*alone, sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", SUPPORT / "mooncake_suite.py"],
+            cwd=ROOT,
             env=os.environ | {"LD_LIBRARY_PATH": library_path, "MC_LOG_LEVEL": "ERROR"},
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,

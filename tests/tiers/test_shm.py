@@ -13,11 +13,11 @@ import uuid
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import closing, suppress
-from pathlib import Path
 
 import numpy as np
 import pytest
 from caches import CHUNK, make_engine, new_cache, new_staging, sequence
+from repository import SUPPORT
 from test_forks import fork
 
 from kvkit import load_config
@@ -274,7 +274,7 @@ def test_a_slot_on_loan_is_nobody_elses(url: str, staging: Staging) -> None:
     ("way", "rounds"), [("instructions", ROUNDS), ("moments", ROUNDS), ("outlived", "3")]
 )
 def test_records_and_room_survive_kill_9(way: str, rounds: str) -> None:
-    command = [sys.executable, str(Path(__file__).with_name("shm_deaths.py")), way, rounds]
+    command = [sys.executable, str(SUPPORT / "shm_deaths.py"), way, rounds]
     done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=1200)
     assert done.returncode == 0, done.stderr
     assert int(done.stdout) > 0.9 * int(rounds)  # one or another ends before its turn

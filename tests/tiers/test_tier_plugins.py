@@ -9,12 +9,11 @@ import textwrap
 from pathlib import Path
 
 import pytest
+from repository import ROOT, SUPPORT
 
 from kvkit.config import load_config
 from kvkit.settings import ConfigError
 from kvkit.tiers.plugins import check_kind, kinds
-
-ROOT = Path(__file__).parent.parent
 
 FILES = {
     "pyproject.toml": """
@@ -183,7 +182,7 @@ def installed(tmp_path: Path) -> Path:
 def test_a_package_brings_a_tier(tmp_path: Path, installed: Path) -> None:
     """In a process that has the package on its path: the contract, a cache with it, and its errors."""
     environment = {name: value for name, value in os.environ.items() if not name.startswith("KVKIT_")}
-    environment["PYTHONPATH"] = os.pathsep.join(map(str, (installed, ROOT, ROOT / "tests")))
+    environment["PYTHONPATH"] = os.pathsep.join(map(str, (installed, ROOT, SUPPORT)))
     done = subprocess.run(
         [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "--noconftest", "test_shelf.py"],
         cwd=tmp_path / "source",

@@ -37,9 +37,9 @@ from mutmut.mutation.mutators import mutation_operators
 
 from kvkit.environment import version_of
 
-ROOT = Path(__file__).parent.parent
+ROOT = Path(__file__).parent.parent.parent
 KEPT = ROOT / ".mutants"
-EXPLAINED = ROOT / "tests" / "mutants.txt"
+EXPLAINED = Path(__file__).with_name("mutants.txt")
 PYTEST = ("-q", "--no-header", "--hypothesis-profile=mutants", "-p", "no:cacheprovider", "--timeout=0")
 PATIENCE_S = 600
 """For what waits for good: it uses no time of a core."""

@@ -19,10 +19,10 @@ from tempfile import TemporaryDirectory
 
 from kvkit.environment import cache_folder
 
-ROOT = Path(__file__).parent.parent
+ROOT = Path(__file__).parent.parent.parent
 RELEASE, PYTHON = "trixie", "python3.13"
 TOOLS = ("pytest", "pytest-benchmark", "pytest-timeout")
-FILES = ("test_jax_transforms.py", "test_attention_pallas_tpu.py")
+FILES = ("kernels/test_jax_transforms.py", "kernels/test_attention_pallas_tpu.py")
 LIMIT_S = 280.0
 LAUNCHER = """#!/bin/sh
 here=$(cd "$(dirname "$0")" && pwd)
@@ -142,13 +142,13 @@ def main(version: str) -> int:
         print(f"JAX {version} is not tested here: it takes Python 3.12 or later, or {error}")
         return 0
     site = packages(python, version)
-    here = Path(__file__).parent
+    tests = ROOT / "tests"
     environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(site), str(ROOT)])}
     run = partial(subprocess.run, cwd=ROOT, check=False, timeout=LIMIT_S)
     command = [str(python), "-m", "pytest", "-q", "--noconftest", "-oaddopts=", "-p", "no:cacheprovider"]
-    status = run([*command, *(here / name for name in FILES)], env=environment).returncode
+    status = run([*command, *(tests / name for name in FILES)], env=environment).returncode
     with TemporaryDirectory() as folder:
-        script = here / "jax_results.py", Path(folder) / "results.npz"
+        script = tests / "support" / "jax_results.py", Path(folder) / "results.npz"
         run([sys.executable, *script], check=True)
         return run([python, *script], env=environment).returncode or status
 

@@ -13,12 +13,12 @@ from typing import Any, TypeVar
 
 import numpy as np
 import numpy.typing as npt
-from run_sizes import examples
 from caches import CHUNK, DEADLINE_S, make_engine, new_cache, new_staging
 from engine_stub import Engine
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
+from run_sizes import examples
 
 from kvkit.cache import Cache
 from kvkit.format.record import RecordFormat

@@ -12,11 +12,11 @@ from unittest import mock
 
 import numpy as np
 import numpy.typing as npt
-from run_sizes import examples
 from engine_stub import Engine, small_layout, small_namespace
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
+from run_sizes import examples
 
 from kvkit.cache import Cache
 from kvkit.format.record import RecordFormat

@@ -72,7 +72,7 @@ def test_a_conversation_goes_on_from_disk(device: str, model: Path, tmp_path: Pa
 @ON_GPU
 @pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="vLLM is not installed")
 def test_vllm_says_the_same_from_disk(model: Path, tmp_path: Path) -> None:
-    """On a CPU, tests/vllm/test_vllm_engine.py does this and more."""
+    """On a CPU, tests/vllm_adapter/test_vllm_engine.py does this and more."""
     given = prompt(600, vocabulary=256)
     with Engine() as engine:
         options: dict[str, Any] = {"skip_tokenizer_init": True, "gpu_memory_utilization": 0.3}

@@ -16,6 +16,7 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 from engine_stub import Engine, small_layout, small_namespace
+from repository import SUPPORT
 from test_cache import make_engine, open_cache, sequence, store
 
 from kvkit.cache import Cache
@@ -24,13 +25,13 @@ from kvkit.transfer.policy import Policy
 
 # forks of a clean process: quick to start, and torch's threads are not in them
 PROCESSES = multiprocessing.get_context("forkserver")
-PROCESSES.set_forkserver_preload(["test_faults", "preloaded"])
+PROCESSES.set_forkserver_preload(["test_faults", "fork_server_preload"])
 
 
 @pytest.fixture(autouse=True)
 def preload_finds_the_tests(monkeypatch: pytest.MonkeyPatch) -> None:
     """The fork server of Python 3.11 ignores sys.path, and passes over what it cannot import."""
-    monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parent))
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join(map(str, (Path(__file__).parent, SUPPORT))))
 
 
 TOKENS = 8 * 5

@@ -19,7 +19,6 @@ from kvkit.kernels.tuning.tables import load_table
 from kvkit.settings import ConfigError
 from kvkit.transfer import precision
 
-HOUSE = Path(__file__).parent.parent
 STORE_AND_LOAD = """
 import logging, sys
 logging.basicConfig(format="%(message)s")
@@ -42,6 +41,7 @@ import logging
 logging.basicConfig(format="%(message)s")
 from kvkit.kernels.caches import use_triton_cache
 from triton.runtime.cache import get_cache_manager
+from repository import ROOT, SUPPORT
 use_triton_cache()
 use_triton_cache()
 print(get_cache_manager("AB").put(b"x", "compiled"))
@@ -52,11 +52,11 @@ print(get_cache_manager("AB").put(b"x", "compiled"))
 def package(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A copy of kvkit in whose folders not even root can cache: a file is where each cache would be."""
     house = tmp_path_factory.mktemp("package")
-    shutil.copytree(HOUSE / "kvkit", house / "kvkit", ignore=shutil.ignore_patterns("__pycache__"))
+    shutil.copytree(ROOT / "kvkit", house / "kvkit", ignore=shutil.ignore_patterns("__pycache__"))
     for folder in [house / "kvkit", *(p for p in (house / "kvkit").rglob("*") if p.is_dir())]:
         (folder / "__pycache__").write_text("")
-    (house / "tests").mkdir()
-    shutil.copy(HOUSE / "tests" / "engine.py", house / "tests")
+    (house / "tests" / "support").mkdir(parents=True)
+    shutil.copy(SUPPORT / "engine_stub.py", house / "tests" / "support")
     return house
 
 
@@ -114,7 +114,7 @@ def test_a_read_only_file_system(tmp_path: Path) -> None:
     if own is None:
         pytest.skip("no mounts of its own: wants root, or user namespaces; the tests above need neither")
     mounts = 'mount --rbind "$0" "$0" && mount -o remount,bind,ro "$0" && cd "$0" && ! touch x && exec "$@"'
-    done = run(STORE_AND_LOAD, HOUSE, tmp_path, *own, "sh", "-c", mounts, str(HOUSE))
+    done = run(STORE_AND_LOAD, ROOT, tmp_path, *own, "sh", "-c", mounts, str(ROOT))
     assert done.stdout == "hit 16\n"
     assert f"they are kept in {tmp_path}" in done.stderr
 

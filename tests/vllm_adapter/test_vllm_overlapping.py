@@ -37,7 +37,7 @@ def expected(model: Path) -> list[list[int]]:
 
 @pytest.fixture(scope="module")
 def process() -> Iterator[Engine]:
-    with Engine(**{overlapping.ASKED: "1"}) as engine:
+    with Engine(**{async_scheduling.ASKED: "1"}) as engine:
         yield engine
 
 

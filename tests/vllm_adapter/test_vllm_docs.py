@@ -11,8 +11,8 @@ import pytest
 pytest.importorskip("vllm")
 
 from page_blocks import blocks, on_page, run_shell
-from servers import free_ports
 from page_command_server import Typed
+from servers import free_ports
 from vllm_process import ENVIRONMENT
 from waiting import wait_for
 

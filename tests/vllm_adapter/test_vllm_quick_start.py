@@ -12,10 +12,10 @@ import pytest
 pytest.importorskip("vllm")
 
 from page_blocks import changed, on_page
+from page_command_server import Typed
 from routers import Routed, ask, fetch, text_of
 from servers import free_ports, together
 from small_models import save_with_tokenizer
-from page_command_server import Typed
 from vllm_engine import BLOCK, prompt
 from vllm_process import ENVIRONMENT
 from waiting import wait_for
