@@ -18,13 +18,13 @@ JAX := 0.11.2
 NEXT_VLLM_VERSION := 0.33.0
 NEXT_VLLM := $(abspath $(VENV))/vllm-$(NEXT_VLLM_VERSION)
 # engines of many kinds: CI runs these with the next vLLM alone, and `make nightly` with both
-ENGINES := $(addprefix tests/test_vllm_,$(addsuffix .py,blend_documents blend_machine blend_models blend_transformers \
+ENGINES := $(addprefix tests/vllm_adapter/test_vllm_,$(addsuffix .py,blend_documents blend_machine blend_models blend_transformers \
 	blend_ways blends drafts hybrids loras models overlapping pooling rows zoo))
 # what every engine needs: CI runs these with both
-CONNECTOR := $(addprefix tests/test_vllm_,$(addsuffix .py,blend_scheduling compat engine events handoff \
+CONNECTOR := $(addprefix tests/vllm_adapter/test_vllm_,$(addsuffix .py,blend_scheduling compat engine events handoff \
 	identity many matching media pages pd requests resets row_attention scheduler states weights worker written))
 # those whose tests ask for nothing that vLLM refuses where steps overlap
-OVERLAPPING := $(addprefix tests/test_vllm_,$(addsuffix .py,blend_documents blend_machine blend_scheduling hybrids loras \
+OVERLAPPING := $(addprefix tests/vllm_adapter/test_vllm_,$(addsuffix .py,blend_documents blend_machine blend_scheduling hybrids loras \
 	overlapping pd resets weights))
 # what seldom breaks, and takes long, is marked
 DAILY := -m 'not nightly'
@@ -36,7 +36,8 @@ SEEDS ?= 100000
 SECONDS ?= 60
 MINUTES ?= 120
 # processes enough for the cores: threads of theirs slow one another, above all those that spin
-PYTEST = OMP_NUM_THREADS=1 OMP_WAIT_POLICY=passive $(BIN)/python -m pytest -n $(JOBS) --dist loadfile --no-loadscope-reorder --benchmark-disable
+PYTEST = OMP_NUM_THREADS=1 OMP_WAIT_POLICY=passive $(BIN)/python -m pytest -n $(JOBS) --max-worker-restart=0 --dist loadfile \
+	--no-loadscope-reorder --benchmark-disable
 
 # hundreds of processes import the same files
 unexport PYTHONDONTWRITEBYTECODE
@@ -88,7 +89,7 @@ nightly: $(NEXT_VLLM)/stamp  ## all that CI leaves out: before an issue is close
 	$(MAKE) check
 	KVKIT_NIGHTLY=1 $(PYTEST) $(addprefix --ignore=,$(ENGINES) $(CONNECTOR))
 	$(MAKE) test-vllm-versions test-nfs test-triton test-jax
-	PYTHONPATH=$(NEXT_VLLM) $(PYTEST) -q $(filter-out $(ENGINES) $(CONNECTOR),$(wildcard tests/test_vllm_*.py))
+	PYTHONPATH=$(NEXT_VLLM) $(PYTEST) -q $(filter-out $(ENGINES) $(CONNECTOR),$(wildcard tests/vllm_adapter/test_vllm_*.py))
 	$(MAKE) simulate SEEDS=20000
 
 quick: $(VENV)/dev.stamp  ## for every day, below three minutes: no engine, no server, no model, no compiler
@@ -97,13 +98,13 @@ quick: $(VENV)/dev.stamp  ## for every day, below three minutes: no engine, no s
 	$(PYTEST) -q --quick $(DAILY) tests
 
 simulate: $(VENV)/dev.stamp  ## SEEDS interleavings of cache, folders, handoff and router; the story of one that finds something
-	PYTHONPATH=.:tests $(BIN)/python -m simulation --seeds $(SEEDS)
+	PYTHONPATH=.:tests:tests/support $(BIN)/python -m simulation --seeds $(SEEDS)
 
 simulate-mutants: $(VENV)/dev.stamp  ## every planted defect, and the seed that finds it; in benchmarks/results/
-	PYTHONPATH=.:tests $(BIN)/python -m simulation.mutation
+	PYTHONPATH=.:tests:tests/support $(BIN)/python -m simulation.mutation
 
 histories: $(VENV)/dev.stamp  ## SECONDS of real processes over shared stores, killed, stopped and cut off; what no order of events explains
-	PYTHONPATH=.:tests $(BIN)/python -m histories --seconds $(SECONDS)
+	PYTHONPATH=.:tests:tests/support $(BIN)/python -m histories --seconds $(SECONDS)
 
 soak: $(VENV)/dev.stamp  ## MINUTES of vLLM, handoff, the router and a pool amid faults, side by side; in benchmarks/results/
 	$(BIN)/python -m benchmarks.soak --minutes $(MINUTES)
@@ -120,9 +121,8 @@ $(OLD_TRITON)/stamp: | $(VENV)/dev.stamp
 
 test-triton: $(OLD_TRITON)/stamp  ## kernels, compile gate and launches with the Triton of GPU machines
 	PYTHONPATH=$(OLD_TRITON) $(BIN)/python -c "import triton; assert triton.__version__ == '$(TRITON)'"
-	PYTHONPATH=$(OLD_TRITON) $(PYTEST) -q \
-		tests/kernels/test_attention_triton.py tests/kernels/test_attention_shapes.py tests/kernels/test_pages_triton.py tests/kernels/test_pages_compiled.py tests/kernels/test_compile_gate.py \
-		tests/kernels/test_tuning_search.py
+	PYTHONPATH=$(OLD_TRITON) $(PYTEST) -q $(addprefix tests/kernels/test_,$(addsuffix .py,attention_triton \
+		attention_shapes pages_triton pages_compiled compile_gate tuning_search))
 
 test-jax: $(VENV)/dev.stamp  ## JAX arrays with the JAX of GPU machines, where a Python for it is or can be had
 	$(BIN)/python tests/tools/newer_jax.py $(JAX)

@@ -142,7 +142,7 @@ NAMES = {
         ("blend", "answers", "runner"), "find the worker's connector", f"{_CONNECTOR}has_kv_transfer_group"
     ),
 }
-"""Locations, by name. `tests/vllm_adapter/test_vllm_compat.py` compares them with the vLLM that it runs with."""
+"""Locations, by name; `tests/vllm_adapter/test_vllm_compat.py` compares them with the installed vLLM."""
 
 
 @cache

@@ -55,11 +55,14 @@ STEPS = (
 """What is not known of any GPU first, then what takes longer."""
 
 PYTEST = (sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider")
-FILES = ("gpu", "end_to_end", "attention_triton", "problems", "search", "pages_numba", "staging")
+FILES = (
+    *(f"kernels/test_{stem}.py" for stem in ("gpu", "attention_triton", "tuning_problems", "tuning_search")),
+    *("kernels/test_pages_numba.py", "transfer/test_end_to_end.py", "transfer/test_staging.py"),
+)
 TESTS = (
     Step(
         "tests",
-        (*PYTEST, *(f"tests/test_{stem}.py" for stem in FILES)),
+        (*PYTEST, *(f"tests/{file}" for file in FILES)),
         360,
     ),
     Step("benchmarks", (sys.executable, "-m", "benchmarks.run", "benchmarks/bench_gpu.py"), 170),

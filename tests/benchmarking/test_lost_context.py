@@ -7,8 +7,8 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from test_blend_run import random_model
-from test_quality import encode
+from byte_tokens import encode
+from random_models import random_model
 
 from benchmarks import leaderboard
 from benchmarks.lost_context import by_loss, paid, slope

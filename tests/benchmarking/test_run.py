@@ -10,9 +10,10 @@ import subprocess
 import sys
 from pathlib import Path
 
+from repository import ROOT
+
 BENCHMARKS = """
 import time
-from repository import ROOT
 
 def test_first(benchmark):
     benchmark.pedantic(lambda: None)

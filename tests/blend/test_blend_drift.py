@@ -7,7 +7,8 @@ import math
 import numpy as np
 import pytest
 import torch
-from test_blend_run import CONFIGS, SPANS, N, close, computed, prompt, random_model
+from random_models import CONFIGS, random_model
+from test_blend_run import SPANS, N, close, computed, prompt
 
 from kvkit.adapters.huggingface.blended import HuggingFaceDecoder, paged
 from kvkit.blend.drift import missed_context

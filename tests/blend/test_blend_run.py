@@ -13,6 +13,7 @@ import numpy.typing as npt
 import pytest
 import torch
 import transformers
+from random_models import CONFIGS, HEADS, SIZES, random_model
 
 from kvkit.adapters.huggingface import smollm2
 from kvkit.adapters.huggingface.blended import (
@@ -42,39 +43,8 @@ from kvkit.blend.run import PagedKV, blend
 from kvkit.config import load_config
 from kvkit.kernels.pages import reference
 
-SIZES = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 4, "vocab_size": 300}
-HEADS = {"num_attention_heads": 4, "num_key_value_heads": 2, "eos_token_id": None}
-CONFIGS: dict[str, Any] = {
-    "mha": lambda: transformers.LlamaConfig(**SIZES, num_attention_heads=4, eos_token_id=None),
-    "gqa": lambda: transformers.Qwen3Config(**SIZES, **HEADS, head_dim=24),
-    "deep": lambda: transformers.LlamaConfig(**{**SIZES, "num_hidden_layers": 12}, **HEADS),
-    "bias": lambda: transformers.Qwen2Config(**SIZES, **HEADS),
-    "sliding window": lambda: transformers.MistralConfig(**SIZES, **HEADS, sliding_window=20),
-    "interleaved": lambda: transformers.Ernie4_5Config(**SIZES, **HEADS, head_dim=16),
-    "llama3 rope": lambda: transformers.LlamaConfig(
-        **SIZES,
-        **HEADS,
-        rope_parameters={
-            "rope_type": "llama3",
-            "rope_theta": 10_000.0,
-            "factor": 8.0,
-            "low_freq_factor": 1.0,
-            "high_freq_factor": 4.0,
-            "original_max_position_embeddings": 32,
-        },
-    ),
-}
 N = 96
 DOCUMENTS = [(0, 32), (32, 64), (70, 90)]
-
-
-def random_model(kind: str, seed: int = 0) -> Any:
-    torch.manual_seed(seed)
-    model = transformers.AutoModelForCausalLM.from_config(CONFIGS[kind](), dtype=torch.float32)
-    with torch.no_grad():
-        for parameter in model.parameters():  # far from degenerate, so that wrong KV shows in the logits
-            parameter.mul_(3.0)
-    return model.eval()
 
 
 def prompt(length: int = N, seed: int = 0) -> npt.NDArray[np.int32]:

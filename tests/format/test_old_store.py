@@ -1,4 +1,4 @@
-"""A store that an earlier kvkit wrote is read, and today's writes the same; tests/support/old_store.py made it."""
+"""A store that an earlier kvkit wrote is read, and today's kvkit writes the same (support/old_store.py)."""
 
 from __future__ import annotations
 

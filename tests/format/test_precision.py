@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 import torch
 from engine_stub import POISON, Engine, small_layout, small_namespace
-from test_blend_run import random_model
+from random_models import random_model
 from typer.testing import CliRunner
 
 from kvkit import cli

@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 from memory_limits import Measured
 from record_corpus import CORPUS
-from test_cache import make_engine, open_cache, sequence, store
-from test_faults import TOKENS, VICTIM, victim_file
+from two_tier_caches import make_engine, open_cache, sequence, store
+from victim_record import TOKENS, VICTIM, victim_file
 
 from kvkit.format.record import HEADER
 from kvkit.tiers.objects import ObjectTier

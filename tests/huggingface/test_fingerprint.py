@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from test_cached_model import CONFIGS, random_model
+from cached_models import CONFIGS, random_model
 
 from kvkit.adapters.huggingface.fingerprint import model_fingerprint
 from kvkit.settings import ConfigError

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from test_cached_model import CONFIGS, config, prompt, random_model
+from cached_models import CONFIGS, config, prompt, random_model
 
 from kvkit.adapters.huggingface.cached import CachedModel
 from kvkit.adapters.huggingface.growing import ROUND_TOKENS, GrowingCache

@@ -10,9 +10,9 @@ import numpy as np
 import pytest
 import torch
 import transformers
+from cached_models import config, prompt
 from decoder_models import make
 from engine_stub import POISON
-from test_cached_model import config, prompt
 from test_growing_cache import generated
 
 from kvkit.adapters.huggingface.blended import BlendedModel

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 import torch
 import transformers
+from cached_models import CONFIGS, SIZES, config, random_model
 from decoder_models import make
-from test_cached_model import CONFIGS, SIZES, config, random_model
 
 from kvkit.adapters.huggingface.cached import CachedModel
 from kvkit.adapters.huggingface.probe import check_fit, probe_layout

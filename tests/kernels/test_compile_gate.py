@@ -260,7 +260,9 @@ start = -x.data_ptr() % 16 // 4
 odd = x[start + 1 :]
 same = {
     "itself": base,
-    "other memory": kernel_fixtures.scale_launch(torch.empty(4096), torch.empty(4096), kernel_fixtures.tiled(256)),
+    "other memory": kernel_fixtures.scale_launch(
+        torch.empty(4096), torch.empty(4096), kernel_fixtures.tiled(256)
+    ),
     "another count of the kind": kernel_fixtures.scale_launch(x, x, kernel_fixtures.tiled(256), 64),
 }
 other = {

@@ -10,8 +10,8 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from cached_models import config, prompt, random_model
 from test_attention import DTYPES, TOLERANCES, Problem, oracle
-from test_cached_model import config, prompt, random_model
 from test_pages_triton import numbers_for_fp8
 
 from kvkit.adapters.huggingface.cached import CachedModel

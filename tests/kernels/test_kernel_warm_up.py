@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from test_cache import make_engine, open_cache, sequence
+from two_tier_caches import make_engine, open_cache, sequence
 
 import kvkit.cache
 import kvkit.transfer.layer_load

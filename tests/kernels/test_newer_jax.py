@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from pathlib import Path
 
-import newer_jax
 import numpy as np
 import pytest
 from jax_results import differences
+
+from tests.tools import newer_jax
 
 INDEXES = """bookworm-security http://mirror.example/debian-security/
 bookworm http://mirror.example/debian/

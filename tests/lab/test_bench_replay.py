@@ -6,8 +6,8 @@ import json
 from pathlib import Path
 
 import pytest
+from command_line import failed, plain_terminal, run  # noqa: F401 - a fixture
 from completions_server import Completions, common
-from test_cli import failed, plain_terminal, run  # noqa: F401 - a fixture
 
 from kvkit.lab.serve.replay import prompts_alone, replayed
 from kvkit.lab.simulate.config import SimulationConfig

@@ -9,9 +9,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from command_line import failed, plain_terminal, run  # noqa: F401 - a fixture
 from completions_server import Completions
 from rich.console import Console
-from test_cli import failed, plain_terminal, run  # noqa: F401 - a fixture
 
 from kvkit.lab.serve.client import Completion
 from kvkit.lab.serve.report import Measured, overheads, summarise, tables

@@ -16,8 +16,9 @@ import numpy as np
 import pytest
 import tokenizers
 import transformers
+from byte_tokens import decode, encode
 from page_blocks import changed, on_page, run_shell
-from test_blend_run import random_model
+from random_models import random_model
 from typer.testing import CliRunner
 
 from benchmarks import leaderboard, lost_context
@@ -41,15 +42,6 @@ from kvkit.lab.quality.tasks.sample import CONTINUATION_TOKENS, DOCUMENT_TOKENS,
 from kvkit.lab.quality.verdicts import served_names
 from kvkit.settings import ConfigError
 from kvkit.transfer import precision
-
-
-def encode(text: str) -> list[int]:
-    """A token per byte."""
-    return list(text.encode())
-
-
-def decode(tokens: Any) -> str:
-    return bytes(np.asarray(tokens, np.uint8)).decode(errors="replace")
 
 
 @pytest.mark.parametrize("kind", SETS)

@@ -8,9 +8,9 @@ from html.parser import HTMLParser
 from pathlib import Path
 
 import pytest
+from command_line import failed, plain_terminal, run  # noqa: F401 - plain_terminal is a fixture
+from store_listing import fill, form_of, listings, records
 from stub_cache import ManagedCache, filled_counts
-from test_cli import failed, plain_terminal, run  # noqa: F401 - plain_terminal is a fixture
-from test_inspect import fill, form_of, listings, records
 
 from kvkit.lab.watch.report import cache_section, page, settings_section, store_section
 from kvkit.lab.watch.top import Snapshot, fetch

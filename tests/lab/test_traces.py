@@ -14,7 +14,6 @@ from typing import Any
 import pytest
 from memory_limits import Measured
 from page_blocks import ROOT
-from repository import ROOT
 from typer.testing import CliRunner
 
 from kvkit import cli

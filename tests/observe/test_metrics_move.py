@@ -12,7 +12,7 @@ from caches import CHUNK, new_cache, new_staging, sequence
 from engine_stub import Engine, small_layout, small_namespace
 from metric_names import Samples, documented, moved, samples
 from prometheus_client import generate_latest
-from test_blend_run import random_model
+from random_models import random_model
 from waiting import wait_for
 
 from kvkit.adapters.huggingface.blended import BlendedModel

@@ -14,8 +14,8 @@ from hypothesis import strategies as st
 from rich.console import Console
 from rich.markup import escape
 from rich.table import Column, Table
+from store_listing import fill, form_of
 from terminals import COLUMNS, in_terminal, piped
-from test_inspect import fill, form_of
 
 from benchmarks import run as benchmarks_run
 from kvkit.environment import host_name, slug_of

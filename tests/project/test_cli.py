@@ -13,39 +13,13 @@ from importlib.metadata import metadata
 from pathlib import Path
 
 import pytest
+from command_line import failed, plain_terminal, run  # noqa: F401 - plain_terminal is a fixture
 from repository import ROOT
-from test_inspect import fill, form_of, records
-from typer.testing import CliRunner, Result
+from store_listing import fill, form_of, records
+from typer.testing import Result
 
-from kvkit import cli
 from kvkit.doctor import report as doctor
 from kvkit.environment import DISTRIBUTION, version_of
-
-
-@pytest.fixture(autouse=True)
-def plain_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As through a pipe, without colours, and without settings from outside."""
-    for name in list(os.environ):
-        if name.startswith("KVKIT_"):
-            monkeypatch.delenv(name)
-    monkeypatch.delenv("COLUMNS", raising=False)
-    monkeypatch.setenv("NO_COLOR", "1")
-    monkeypatch.setenv("TERM", "dumb")
-
-
-def run(*arguments: str | Path) -> Result:
-    result = CliRunner().invoke(cli.app, [str(argument) for argument in arguments])
-    assert result.exception is None or isinstance(result.exception, SystemExit), result.exception
-    return result
-
-
-def failed(result: Result, *words: str) -> None:
-    """It returned 1 and said why, on stderr, without a traceback."""
-    assert result.exit_code == 1
-    assert result.stderr.startswith("error: ")
-    for word in words:
-        assert word in result.stderr
-    assert "Traceback" not in result.output
 
 
 def script(*arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:

@@ -11,6 +11,7 @@ from textwrap import indent
 
 import pytest
 from page_blocks import ROOT, environment, on_page
+from repository import SUPPORT
 
 
 @pytest.fixture
@@ -56,7 +57,6 @@ from kvkit.settings import ConfigError
 from kvkit.staging import Staging
 from kvkit.tiers.settings import open_tier
 from kvkit.tiers.testing.contract import SLOT_BYTES, SLOTS, TierContract
-from repository import SUPPORT
 
 
 class TestRow(TierContract):

@@ -304,7 +304,7 @@ def test_each_promise_of_security_names_a_test_that_is_there() -> None:
     promises = re.findall(r"^- \*\*.*?(?=^- |^## |\Z)", text, re.DOTALL | re.MULTILINE)
     assert len(promises) > 15
     for promise in promises:
-        named = re.findall(r"`(tests/\w+\.py)::(\w+)`", promise)
+        named = re.findall(r"`(tests/[\w/]+\.py)::(\w+)`", promise)
         assert named, f"no test behind: {promise}"
         for file, test in named:
             assert f"\ndef {test}(" in (ROOT / file).read_text(), f"{file}::{test}"

@@ -14,6 +14,7 @@ from completions_server import Completions
 from openai_engine import OpenAIEngine
 from page_blocks import DATA, EXCUSE, PAGES, ROOT, RUNNABLE, Block, blocks, on_page, run_shell
 from page_command_server import Typed
+from repository import TESTS
 from servers import free_ports, together
 
 from kvkit.lab.serve.workloads import WORKLOADS
@@ -24,7 +25,7 @@ EVERY = [block for page in PAGES for block in blocks(page)]
 
 def asked_for() -> Iterator[tuple[str, str]]:
     """(page, beginning of a block) of what tests take from the pages; without one: all its Python."""
-    for path in sorted((ROOT / "tests").glob("test_*.py")):
+    for path in sorted(TESTS.rglob("test_*.py")):
         for node in ast.walk(ast.parse(path.read_text())):
             if not isinstance(node, ast.Call) or not isinstance(node.func, ast.Name):
                 continue

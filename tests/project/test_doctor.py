@@ -8,9 +8,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from test_cli import plain_terminal, run  # noqa: F401 - a fixture
-from test_fsspec_stores import deaf_server, failing_server
-from test_inspect import fill, listings
+from command_line import plain_terminal, run  # noqa: F401 - a fixture
+from failing_servers import deaf_server, failing_server
+from store_listing import fill, listings
 
 from kvkit.tiers.shm.file import pool_path
 

@@ -252,7 +252,7 @@ def test_every_reference_is_cited() -> None:
 
 
 def test_every_test_that_is_named_exists() -> None:
-    named = set(re.findall(r'"(test_\w+)"', "\n".join(texts().values())))
+    named = set(re.findall(r'"(\w+/test_\w+)"', "\n".join(texts().values())))
     assert len(named) > 5
     assert [name for name in named if not (ROOT / "tests" / f"{name}.py").exists()] == []
 

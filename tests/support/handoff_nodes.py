@@ -1,7 +1,7 @@
 """Nodes for the tests of handoff: in this process, in processes of their own, and peers that misbehave.
 
-`python tests/support/handoff_nodes.py receiver|sender FOLDER` answers lines of JSON, [method, arguments]. A receiver
-whose folder has a certificate, own.pem, wants TLS.
+`python tests/support/handoff_nodes.py receiver|sender FOLDER` answers lines of JSON, [method, arguments].
+A receiver whose folder has a certificate, own.pem, wants TLS.
 """
 
 from __future__ import annotations

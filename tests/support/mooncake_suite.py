@@ -1,6 +1,7 @@
 """The tier on Mooncake Store: the contract on a real master, which dies and hangs, as do who give memory.
 
-Run by tests/tiers/test_mooncake.py, in a network of its own: Mooncake's ports are open to whoever reaches them.
+Run by tests/tiers/test_mooncake.py, in a network of its own: Mooncake's ports are open to whoever reaches
+them.
 """
 
 from __future__ import annotations

@@ -3,7 +3,8 @@
 It uses only what that commit and today's kvkit and tests have in common, and so can make the store anew:
 
     git worktree add /tmp/kvkit-1b1a6c3 1b1a6c3
-    cd /tmp/kvkit-1b1a6c3 && PYTHONPATH=.:tests python -P $OLDPWD/tests/old_store.py FOLDER
+    cd /tmp/kvkit-1b1a6c3 && ln -s engine.py tests/engine_stub.py
+    PYTHONPATH=.:tests python -P $OLDPWD/tests/support/old_store.py FOLDER
 """
 
 from __future__ import annotations
@@ -19,7 +20,6 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import numpy.typing as npt
 from engine_stub import Engine, small_layout, small_namespace
-from repository import TESTS
 
 from kvkit.config import load_config, open_cache
 
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
     from kvkit.cache import Cache
 
-STORE = TESTS / "fixtures" / "store-1b1a6c3"
+STORE = Path(__file__).parent.parent / "fixtures" / "store-1b1a6c3"
 CHUNK = 8
 NAMESPACE: Mapping[str, Any] = {
     "model": "a model",

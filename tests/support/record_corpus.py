@@ -1,7 +1,8 @@
-"""The records in tests/corpus/records, from which fuzzers start: `python tests/support/record_corpus.py` makes them.
+"""The records in tests/corpus/records, from which fuzzers start.
 
-One of every codec as kvkit writes it, and what a stranger who can write to a store could put there: right in
-every checksum, and wrong in what it says of itself.
+`python tests/support/record_corpus.py` makes them, one of every codec as kvkit writes it, and records that
+a stranger who can write to a store could put there: right in every checksum, wrong in what they say of
+themselves.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Processes that share a pool and are killed: at every instruction of theirs, or at any moment.
 
-python tests/support/shm_deaths.py instructions|moments|outlived ROUNDS: a process of its own, for forks lack threads.
-It says how many were killed, and ends with an error where a record differs, or room is lost.
+python tests/support/shm_deaths.py instructions|moments|outlived ROUNDS: a process of its own, for forks lack
+threads. It says how many were killed, and ends with an error where a record differs, or room is lost.
 """
 
 from __future__ import annotations

@@ -15,7 +15,7 @@ import pytest
 from remote_tiers import finish, kill_amid_a_load, same
 from repository import ROOT
 from servers import Proxy, S3Server, s3  # noqa: F401 - s3 is a fixture
-from test_cache import make_engine, open_cache, sequence, store
+from two_tier_caches import make_engine, open_cache, sequence, store
 
 from kvkit.format.record import Damage
 from kvkit.staging import Staging, release_all

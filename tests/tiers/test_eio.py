@@ -21,7 +21,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 from repository import SUPPORT
-from test_cache import make_engine, open_cache, sequence, store
+from two_tier_caches import make_engine, open_cache, sequence, store
 
 from kvkit.cache import Cache
 from kvkit.format.record import Damage
@@ -45,7 +45,9 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Run]:
         pytest.skip("there is no cc to build tests/support/eio.c")
     assert compiler is not None, "there is no cc to build tests/support/eio.c"
     library = tmp_path_factory.mktemp("eio") / "eio.so"
-    subprocess.run([compiler, "-Wall", "-Werror", "-shared", "-fPIC", "-o", library, SUPPORT / "eio.c"], check=True)
+    subprocess.run(
+        [compiler, "-Wall", "-Werror", "-shared", "-fPIC", "-o", library, SUPPORT / "eio.c"], check=True
+    )
     with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as process:
         with pytest.MonkeyPatch.context() as environment:
             environment.setenv("LD_PRELOAD", str(library))

@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import socket
 import subprocess
 import sys
-import threading
 import time
 import uuid
 from collections.abc import Iterator
 from contextlib import closing, contextmanager
 from functools import partial
-from http.server import BaseHTTPRequestHandler, SimpleHTTPRequestHandler, ThreadingHTTPServer
+from http.server import SimpleHTTPRequestHandler
 from pathlib import Path
 from typing import Any
 
@@ -19,8 +17,9 @@ import fsspec
 import numpy as np
 import pytest
 from engine_stub import small_layout, small_namespace
+from failing_servers import deaf_server, failing_server, http_server, refusing_server
 from fsspec.implementations.memory import MemoryFileSystem
-from test_inspect import fill, listings
+from store_listing import fill, listings
 from typer.testing import CliRunner
 
 from kvkit.cache import Cache
@@ -36,49 +35,6 @@ from kvkit.tiers.testing.contract import get, put, record_names
 TIMEOUT_S = 0.2
 LATE_S = 20.0
 """Far less than what libraries wait by themselves, and far more than the calls of a test may take."""
-
-
-@contextmanager
-def deaf_server() -> Iterator[int]:
-    """The port of a server that accepts connections and never answers."""
-    with socket.create_server(("127.0.0.1", 0), backlog=64) as deaf:
-        yield deaf.getsockname()[1]
-
-
-@contextmanager
-def http_server(handler: Any) -> Iterator[str]:
-    """The URL of a server on HTTP, in this process."""
-    with ThreadingHTTPServer(("127.0.0.1", 0), handler) as server:
-        thread = threading.Thread(target=server.serve_forever, daemon=True)
-        thread.start()
-        yield f"http://127.0.0.1:{server.server_port}/records"
-        server.shutdown()
-        thread.join()
-
-
-@contextmanager
-def failing_server(status: int) -> Iterator[str]:
-    """The URL of a server that answers everything with this status."""
-
-    class Failing(BaseHTTPRequestHandler):
-        def do_GET(self) -> None:
-            self.send_error(status)
-
-        do_HEAD = do_GET
-
-        def log_message(self, format: str, *args: object) -> None:
-            pass
-
-    with http_server(Failing) as url:
-        yield url
-
-
-@contextmanager
-def refusing_server(status: int) -> Iterator[str]:
-    """The URL of a port that nobody listens on."""
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        port = server.getsockname()[1]
-    yield f"http://127.0.0.1:{port}/records"
 
 
 @pytest.mark.parametrize("protocol", ["http", "webhdfs", "ftp"])

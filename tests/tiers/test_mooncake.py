@@ -54,7 +54,16 @@ def test_in_a_network_of_its_own(library_path: str) -> None:
         pytest.skip("this kernel, or its container, makes no network namespace")
     for _ in range(2):  # its library aborts, rarely, once a stranger's connection is gone: not ours to mend
         done = subprocess.run(
-            [*alone, sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", SUPPORT / "mooncake_suite.py"],
+            [
+                *alone,
+                sys.executable,
+                "-m",
+                "pytest",
+                "-q",
+                "-p",
+                "no:cacheprovider",
+                SUPPORT / "mooncake_suite.py",
+            ],
             cwd=ROOT,
             env=os.environ | {"LD_LIBRARY_PATH": library_path, "MC_LOG_LEVEL": "ERROR"},
             stdout=subprocess.PIPE,

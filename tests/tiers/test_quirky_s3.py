@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 from quirky_s3 import Quirk, quirky_s3
-from test_cache import make_engine, open_cache, sequence, store
+from two_tier_caches import make_engine, open_cache, sequence, store
 
 from kvkit.staging import Staging
 from kvkit.tiers.base import TierError

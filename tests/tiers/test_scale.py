@@ -3,19 +3,17 @@
 from __future__ import annotations
 
 import random
-import sys
 import tracemalloc
 import uuid
-from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import CancelledError
 from contextlib import suppress
 from pathlib import Path
-from types import FrameType
 from typing import Any
 
 import pytest
 from caches import CHUNK, DEADLINE_S, new_cache, new_staging, sequence
+from call_counts import calls
 from engine_stub import Engine, small_layout, small_namespace
 
 from benchmarks.bench_scale import CHAIN, PARTS, measured
@@ -55,22 +53,6 @@ def cost(part: str, records: int) -> tuple[int, int]:
             return size, count.total()
     finally:
         tracemalloc.stop()
-
-
-def calls(what: Callable[[], object]) -> Counter[str]:
-    """How often which function was called meanwhile, be it Python's or C's."""
-    found: Counter[str] = Counter()
-
-    def note(frame: FrameType, event: str, function: Any) -> None:
-        if event in ("call", "c_call"):
-            found[frame.f_code.co_name if event == "call" else function.__name__] += 1
-
-    sys.setprofile(note)
-    try:
-        what()
-    finally:
-        sys.setprofile(None)
-    return found
 
 
 @pytest.fixture

@@ -17,8 +17,8 @@ from contextlib import closing, suppress
 import numpy as np
 import pytest
 from caches import CHUNK, make_engine, new_cache, new_staging, sequence
+from forks import fork
 from repository import SUPPORT
-from test_forks import fork
 
 from kvkit import load_config
 from kvkit.cache import Cache

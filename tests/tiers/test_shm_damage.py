@@ -13,7 +13,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from caches import CHUNK, make_engine, new_cache, new_staging, sequence
-from test_forks import fork
+from forks import fork
 
 from kvkit.tiers.base import TierFull
 from kvkit.tiers.shm.file import pool_path

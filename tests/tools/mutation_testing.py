@@ -1,10 +1,11 @@
 """Mutation testing of the pure core: changes one thing in a function, and asks whether a test notices.
 
-python tests/tools/mutation_testing.py [--survivors] [--json FILE] [MODULE...]. `[tool.mutants]` of pyproject.toml has the
-modules and the tests of each. Mutants are those of mutmut's operators; each is tried in a fork of a pytest
-that has collected, by the tests that enter its function. Verdicts are kept in .mutants/, so a run that was
-interrupted goes on; they count as long as module and tests are unchanged. With `--survivors`, those of killed
-mutants count although tests have changed. `tests/tools/mutants.txt` explains survivors that no test can kill.
+python tests/tools/mutation_testing.py [--survivors] [--json FILE] [MODULE...]. `[tool.mutants]` of
+pyproject.toml has the modules and the tests of each. Mutants are those of mutmut's operators; each is tried
+in a fork of a pytest that has collected, by the tests that enter its function. Verdicts are kept in
+.mutants/, so a run that was interrupted goes on; they count as long as module and tests are unchanged. With
+`--survivors`, those of killed mutants count although tests have changed. `tests/tools/mutants.txt` explains
+survivors that no test can kill.
 
 Left out, as in mutmut: what a module does when it is imported, defaults of parameters, type annotations.
 """

@@ -1,8 +1,8 @@
 """Run the tests of JAX arrays with another version of JAX, and compare results: `make test-jax`.
 
-python tests/tools/newer_jax.py VERSION. It takes Python 3.12 or later. Where this environment's is older, a later
-release of Debian has one: its packages are unpacked into the user's cache, and run on their own C library.
-Where that cannot be, it says so and passes.
+python tests/tools/newer_jax.py VERSION. It takes Python 3.12 or later. Where this environment's is older, a
+later release of Debian has one: its packages are unpacked into the user's cache, and run on their own C
+library. Where that cannot be, it says so and passes.
 """
 
 from __future__ import annotations

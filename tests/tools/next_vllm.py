@@ -1,8 +1,8 @@
 """Lay a newer vLLM's Python files over the installed CPU build's compiled ones: `make test-vllm-next`.
 
-python tests/tools/next_vllm.py VERSION FOLDER. Releases for CPUs come weeks after those for GPUs, and most of what
-a connector meets is Python. Put FOLDER first on PYTHONPATH. It is no CPU build of that version: an operator
-whose compiled signature changed fails.
+python tests/tools/next_vllm.py VERSION FOLDER. Releases for CPUs come weeks after those for GPUs, and most
+of what a connector meets is Python. Put FOLDER first on PYTHONPATH. It is no CPU build of that version: an
+operator whose compiled signature changed fails.
 """
 
 from __future__ import annotations

@@ -9,12 +9,13 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import numpy as np
-import numpy.typing as npt
 import pytest
 import torch
 from engine_stub import Engine, small_layout, small_namespace
 from hypothesis import given
 from hypothesis import strategies as st
+from repository import SUPPORT
+from two_tier_caches import make_engine, open_cache, sequence, store
 
 from kvkit.cache import Cache, CacheError, CacheTimeout, SequencePages
 from kvkit.format.layout import KVLayout, LayerGroup, LayoutError
@@ -22,60 +23,12 @@ from kvkit.format.record import Damage
 from kvkit.staging import Staging, release_all
 from kvkit.tiers.base import Tier
 from kvkit.tiers.health import FAILURES_TO_PAUSE
-from kvkit.tiers.memory import MemoryTier
 from kvkit.tiers.objects import ObjectTier
 from kvkit.tiers.settings import TierConfig
 from kvkit.tiers.testing.contract import DEADLINE_S
 from kvkit.tiers.testing.faulty import Fault, FaultyTier, Wrapper
 from kvkit.transfer import clearing
 from kvkit.transfer.policy import Policy, PolicyError
-from kvkit.transfer.sequence import largest_record_bytes
-
-
-def sequence(length: int, seed: int = 0) -> npt.NDArray[np.int32]:
-    return np.random.default_rng(seed).integers(0, 50_000, length, np.int32)
-
-
-def open_cache(
-    engine: Engine,
-    folder: Path | None,
-    *,
-    slots: int = 12,
-    memory_slots: int = 4,
-    policy: Policy | None = None,
-    timeout_s: float = 10.0,
-    extra: Sequence[Tier] = (),
-) -> Cache:
-    layout = engine.layout
-    staging = Staging(largest_record_bytes(layout, engine.namespace), slots)
-    tiers: list[Tier] = []
-    if memory_slots:
-        tiers.append(MemoryTier(staging, memory_slots * staging.slot_bytes))
-    if folder is not None:
-        tiers.append(ObjectTier(f"file://{folder}"))
-    tiers.extend(extra)
-    return Cache(
-        layout,
-        engine.namespace,
-        tiers,
-        staging=staging,
-        policy=policy,
-        timeout_s=timeout_s,
-        shutdown_timeout_s=timeout_s,
-    )
-
-
-def make_engine(groups: int = 1, **fields: object) -> Engine:
-    layout = small_layout(groups)
-    return Engine(layout, small_namespace(layout, **fields))
-
-
-def store(cache: Cache, engine: Engine, tokens: npt.NDArray[np.int32]) -> None:
-    table = engine.table(len(tokens))
-    engine.compute(tokens, table)
-    cache.store(tokens, engine.places(table), engine.namespace)
-    cache.flush()
-    engine.wipe()
 
 
 @pytest.mark.parametrize("groups", [1, 3])
@@ -449,7 +402,7 @@ def test_a_tier_that_keeps_failing_is_passed_over(tmp_path: Path) -> None:
 def test_a_hung_tier_does_not_keep_a_process_alive(tmp_path: Path) -> None:
     script = f"""
 import sys
-sys.path.insert(0, {str(Path(__file__).parent)!r})
+sys.path[:0] = {[str(Path(__file__).parent), str(SUPPORT)]!r}
 from pathlib import Path
 from test_cache import *
 

@@ -12,12 +12,11 @@ from collections.abc import Callable, Iterator
 from multiprocessing.connection import Connection
 from pathlib import Path
 
-import numpy as np
-import numpy.typing as npt
 import pytest
 from engine_stub import Engine, small_layout, small_namespace
 from repository import SUPPORT
-from test_cache import make_engine, open_cache, sequence, store
+from two_tier_caches import make_engine, open_cache, sequence, store
+from victim_record import TOKENS, VICTIM, victim_file
 
 from kvkit.cache import Cache
 from kvkit.format.record import HEADER, RecordFormat
@@ -32,16 +31,6 @@ PROCESSES.set_forkserver_preload(["test_faults", "fork_server_preload"])
 def preload_finds_the_tests(monkeypatch: pytest.MonkeyPatch) -> None:
     """The fork server of Python 3.11 ignores sys.path, and passes over what it cannot import."""
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join(map(str, (Path(__file__).parent, SUPPORT))))
-
-
-TOKENS = 8 * 5
-VICTIM = 2
-"""The chunk whose record is harmed, of 5."""
-
-
-def victim_file(engine: Engine, tokens: npt.NDArray[np.int32], folder: Path) -> Path:
-    form = RecordFormat.of(engine.layout, 0, engine.namespace)
-    return folder / form.name(engine.keys(tokens)[VICTIM])
 
 
 def flip(offset: int) -> Callable[[Path, Engine], None]:

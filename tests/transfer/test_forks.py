@@ -7,7 +7,6 @@ import inspect
 import os
 import signal
 import threading
-import traceback
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -15,6 +14,7 @@ from typing import Any
 import numpy as np
 import pytest
 from engine_stub import Engine, small_layout, small_namespace
+from forks import fork
 
 from kvkit.cache import Cache
 from kvkit.format.record import RecordFormat
@@ -40,24 +40,6 @@ def cache(tmp_path: Path) -> Iterator[Cache]:
         cache.store(TOKENS, PLACES)
         cache.flush()
         yield cache
-
-
-def fork(work: Callable[[], object]) -> int:
-    """The exit status of a fork that does `work`: 0, 1 where that raises, -9 and the like after a signal.
-
-    One that hangs is ended by SIGALRM.
-    """
-    child = os.fork()
-    if not child:
-        try:
-            signal.alarm(int(DEADLINE_S))
-            work()
-        except BaseException:
-            traceback.print_exc()
-            os._exit(1)
-        os._exit(0)
-    _, status = os.waitpid(child, 0)
-    return os.waitstatus_to_exitcode(status)
 
 
 def refused(call: Callable[[], object]) -> None:

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from test_cache import make_engine, open_cache, sequence
+from two_tier_caches import make_engine, open_cache, sequence
 
 import kvkit.cache
 import kvkit.transfer.layer_load

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from test_cache import make_engine, open_cache, sequence, store
+from two_tier_caches import make_engine, open_cache, sequence, store
 
 from kvkit.cache import CacheError, Stored
 from kvkit.staging import release_all

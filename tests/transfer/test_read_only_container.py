@@ -10,6 +10,7 @@ from functools import cache
 from pathlib import Path
 
 import pytest
+from repository import ROOT, SUPPORT
 
 import kvkit.environment
 from kvkit.blend import gate
@@ -41,7 +42,6 @@ import logging
 logging.basicConfig(format="%(message)s")
 from kvkit.kernels.caches import use_triton_cache
 from triton.runtime.cache import get_cache_manager
-from repository import ROOT, SUPPORT
 use_triton_cache()
 use_triton_cache()
 print(get_cache_manager("AB").put(b"x", "compiled"))

@@ -12,7 +12,7 @@ import pytest
 from engine_stub import HybridEngine, hybrid_layout, small_namespace
 from hypothesis import given
 from hypothesis import strategies as st
-from test_simulate import Real
+from trace_replay import Real
 
 from kvkit.cache import Cache, CacheError, SequencePages
 from kvkit.format.layout import KVLayout, LayoutError

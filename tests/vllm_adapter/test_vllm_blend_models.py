@@ -2,7 +2,8 @@
 
 Plain vLLM answers first. Then documents are computed behind a prefix, and prompts that have them in another
 order are blended: with every row computed again the answers must be the same, with 15 % of them nearer to
-plain vLLM's than with none. `python tests/vllm_adapter/test_vllm_blend_models.py` writes the table of docs/blend.md.
+plain vLLM's than with none. `python tests/vllm_adapter/test_vllm_blend_models.py` writes the table of
+docs/blend.md.
 """
 
 from __future__ import annotations

@@ -6,7 +6,7 @@ import pytest
 
 pytest.importorskip("vllm")
 
-from test_scale import calls
+from call_counts import calls
 
 from benchmarks import many_requests
 from benchmarks.many_requests import Driven

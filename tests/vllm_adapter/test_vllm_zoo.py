@@ -1,8 +1,8 @@
 """A zoo of architectures in a real vLLM engine: whatever way KV comes, the answers are plain vLLM's.
 
 Tokens say little where weights are random, so log-probabilities are compared. Records that prove themselves
-and hold the wrong KV must be seen. `python tests/vllm_adapter/test_vllm_zoo.py` writes what docs/vllm.md shows, with
-LMCache's connector beside kvkit's where `KVKIT_PEERS` names a folder with LMCache.
+and hold the wrong KV must be seen. `python tests/vllm_adapter/test_vllm_zoo.py` writes what docs/vllm.md
+shows, with LMCache's connector beside kvkit's where `KVKIT_PEERS` names a folder with LMCache.
 """
 
 from __future__ import annotations
