@@ -14,6 +14,8 @@ from typing import Any
 import pytest
 import torch
 from hypothesis import HealthCheck, Phase, settings
+from repository import TESTS
+from worker_deaths import pytest_handlecrashitem  # noqa: F401 - a hook
 
 from kvkit.cache import Cache
 from kvkit.staging import Staging
@@ -47,7 +49,7 @@ if not torch.cuda.is_available():
 
     quicken_interpreter()
 
-os.environ["KVKIT_TUNED"] = str(Path(__file__).parent / "none")  # not what this user has tuned
+os.environ["KVKIT_TUNED"] = str(TESTS / "none")  # not what this user has tuned
 
 settings.register_profile("kvkit", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.register_profile(  # for tests/tools/mutation_testing.py: the same examples each time
@@ -62,28 +64,31 @@ settings.load_profile("kvkit")
 
 
 SLOW = (
-    *("vllm", "router", "engines", "soak", "bench", "examples", "demo", "docs", "quality", "smollm2"),
+    *("vllm", "router", "engine_failover", "soak", "bench", "examples", "demo", "docs", "quality", "smollm2"),
     *("cached", "blend", "attention", "triton", "gate", "problems", "search", "jax", "pallas", "paper"),
     *("make_gpu", "gpu", "metrics_move", "machine", "packaging", "plugins", "top", "strangers", "fuzz"),
-    *("channel", "bucket", "redis", "mooncake", "bombs", "eio", "faults", "inspect", "tuning", "devices"),
     *(
-        "hot_paths",
-        "simulation",
-        "histories",
-        "probe",
-        "growing",
-        "fingerprint",
-        "decoders",
-        "hybrid_models",
-        "odd_configs",
-        "quirky",
+        "channel",
+        "bucket",
+        "redis",
+        "mooncake",
+        "bombs",
+        "eio",
+        "faults",
+        "inspect",
+        "host_tuning",
+        "devices",
     ),
+    *("hot_paths", "simulation", "histories", "probe", "growing", "fingerprint", "decoders", "hybrid_models"),
+    *("odd_configs", "quirky", "worker_deaths"),
 )
 """Words in the names of test files that start engines, servers or compilers, read models, or take long."""
+QUICK = ("test_gpu_ordering", "test_quality_tasks")
+"""Test files that take little time, although their names have a word of `SLOW`."""
 
 
 def is_slow(path: Path) -> bool:
-    return any(word in path.stem for word in SLOW)
+    return path.stem not in QUICK and any(word in path.stem for word in SLOW)
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -100,7 +105,7 @@ def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> Non
 
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
-    """With --quick, whether the name of a test file has one of the words in SLOW."""
+    """With --quick, leave out the test files that take long."""
     if config.getoption("--quick", default=False) and collection_path.name.startswith("test_"):
         return is_slow(collection_path) or None
     return None
