@@ -1,4 +1,4 @@
-"""Write the tables of settings, metrics, commands and names in docs/, from what defines them.
+"""Write the tables of settings, metrics, commands, names and tests on pages, from what defines them.
 
 python -m docs.reference
 """
@@ -43,6 +43,7 @@ PAGES = (
     "docs/python.md",
     "docs/simulate.md",
     "docs/vllm.md",
+    "tests/README.md",
 )
 API = (
     "cache",
@@ -158,6 +159,7 @@ def render(page: str) -> str:
         "face": face,
         "names": names,
         "commands": commands,
+        "tests": tests,
         "metrics": lambda: documented_metrics(metrics.METRICS),
         "router_metrics": lambda: documented_metrics(router_metrics.__doc__ or ""),
         "vllm_metrics": lambda: documented_metrics(vllm_metrics()),
@@ -238,6 +240,19 @@ def _commands(command: Any, name: str) -> Iterator[str]:
         )
         rows.append(f"| {option} | {given} | {parameter.help or ''} |".replace("  ", " "))
     yield "\n".join([f"## `{name}`", "", inspect.cleandoc(command.help or ""), "", *rows])
+
+
+def tests() -> str:
+    """Return a section for each folder of tests: the behaviour that each file checks, by its first line."""
+    sections = []
+    for folder in sorted({path.parent for path in (ROOT / "tests").glob("*/test_*.py")}):
+        rows = ["| behaviour | file |", "|---|---|"]
+        for path in sorted(folder.glob("test_*.py")):
+            behaviour = (ast.get_docstring(ast.parse(path.read_text())) or "").partition("\n")[0]
+            behaviour = behaviour.rstrip(".").replace("|", "\\|")
+            rows.append(f"| {behaviour} | [{path.stem}]({folder.name}/{path.name}) |")
+        sections.append("\n".join([f"## `{folder.name}`", "", *rows]))
+    return "\n\n".join(sections)
 
 
 def documented_metrics(text: str) -> str:

@@ -79,8 +79,8 @@ SLOW = (
         "host_tuning",
         "devices",
     ),
-    *("hot_paths", "simulation", "histories", "probe", "growing", "fingerprint", "decoders", "hybrid_models"),
-    *("odd_configs", "quirky", "worker_deaths"),
+    *("hot_paths", "simulation", "histories", "probe", "growing", "fingerprint", "decoders", "host_tuning"),
+    *("hybrid_models", "odd_configs", "quirky", "worker_deaths"),
 )
 """Words in the names of test files that start engines, servers or compilers, read models, or take long."""
 QUICK = ("test_gpu_ordering", "test_quality_tasks")

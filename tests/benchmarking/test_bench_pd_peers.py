@@ -1,4 +1,4 @@
-"""The benchmark of handoff beside vLLM's own: what it runs, what it makes of the times. Without vLLM."""
+"""The benchmark of handoff beside vLLM's own runs the right commands and computes the right ratios."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The benchmark of blending in vLLM: what it makes of the times. Without vLLM."""
+"""The benchmark of blending in vLLM computes its figures from measured times (without vLLM)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""benchmarks.compiled_peers: attention's loop takes no more instructions than FlexAttention's."""
+"""Attention's compiled loop takes no more instructions than FlexAttention's."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which series of sizes count as flat, what is read of a process, and how a soak's time is spent."""
+"""Sizes of a process that rise count as growth, and a soak's steps share its time."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Results of a GPU: of several runs kept as one, as tables, and the tuned tables that come with kvkit."""
+"""Results of several runs on a GPU are merged into one file, its tables, and valid tuned tables."""
 
 from __future__ import annotations
 

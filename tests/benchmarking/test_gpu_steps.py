@@ -1,4 +1,4 @@
-"""The steps of `make gpu`, rehearsed without a GPU: each on small problems, by the interpreter."""
+"""The steps of `make gpu` run on small problems in Triton's interpreter, without a GPU."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The paths that every request takes do no more than is on record, and what does more is found."""
+"""Paths that every request takes do no more calls than is on record, and slower ones are found."""
 
 from __future__ import annotations
 

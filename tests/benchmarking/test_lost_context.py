@@ -1,4 +1,4 @@
-"""What the question overpays: shares are of one attention, nothing is overpaid where nothing was lost."""
+"""The measured share of a document's lost context is one of all attention, and tables show it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`make gpu`: its steps end in time, none stops the next or loses a result, and what is missing is named."""
+"""The steps of `make gpu` end in time, keep their results whatever fails, and name missing packages."""
 
 from __future__ import annotations
 

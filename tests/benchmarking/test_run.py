@@ -1,4 +1,4 @@
-"""`python -m benchmarks.run`: what has passed is kept, whatever becomes of the rest."""
+"""`python -m benchmarks.run` keeps the results of benchmarks that passed when others fail."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Short runs of the soaks of handoff, router and shared memory, and of the command that runs them all."""
+"""The soaks of handoff, router and shared memory, and the command that runs them all, pass within seconds."""
 
 from __future__ import annotations
 

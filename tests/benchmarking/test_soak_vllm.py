@@ -1,4 +1,4 @@
-"""The soak of the vLLM connector for some seconds, with a small model."""
+"""The soak of the vLLM connector passes within seconds, with a small model."""
 
 from __future__ import annotations
 

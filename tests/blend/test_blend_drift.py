@@ -1,4 +1,4 @@
-"""What changes in tokens by what they lost is taken back from those that are not computed again."""
+"""Blending subtracts the mean drift of recomputed tokens from those that it does not recompute."""
 
 from __future__ import annotations
 

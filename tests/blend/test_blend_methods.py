@@ -1,4 +1,4 @@
-"""Blending methods: their scores against plain numpy, what they are shown against a model's own attention."""
+"""Scores of blending methods equal plain numpy's, and the attention they see equals the model's own."""
 
 from __future__ import annotations
 

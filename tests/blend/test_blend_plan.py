@@ -1,4 +1,4 @@
-"""Plans, selection and splitting: the pure half of blending."""
+"""Blend plans, the selection of tokens and the splitting of prompts have the stated properties."""
 
 from __future__ import annotations
 

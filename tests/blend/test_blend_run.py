@@ -1,4 +1,4 @@
-"""The layer loop and the Hugging Face adapter: full recompute is the oracle, on small random models."""
+"""A blend that recomputes every token equals a full prefill, by layer loop and by Hugging Face adapter."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Bytes that a stranger may have written: no parser raises what it does not say, or believes them.
+"""Parsers of stores, given bytes that a stranger wrote, raise documented errors only and stay in memory.
 
 Each fuzzer runs in a process of little memory, starts from tests/corpus/records and changes what is there.
 """

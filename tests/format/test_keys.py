@@ -1,4 +1,4 @@
-"""kvkit.format.keys: keys byte for byte, tokens of any kind."""
+"""Chunk keys are the documented bytes for tokens of any integer type, and differ between namespaces."""
 
 from __future__ import annotations
 

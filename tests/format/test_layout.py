@@ -1,4 +1,4 @@
-"""Layouts count bytes exactly, describe pages as they lie and share fingerprints where records are equal."""
+"""Layouts count bytes exactly, describe pages as they lie, and share a fingerprint if records are equal."""
 
 from __future__ import annotations
 

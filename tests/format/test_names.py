@@ -1,4 +1,4 @@
-"""kvkit.format.names: what records are called, and what is called otherwise."""
+"""Record names follow from keys, and nothing else is recognised as a record."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Caches whose records hold KV in fewer bits: what comes back is what the reference makes of it."""
+"""Caches that quantise their records load the values that the reference computes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Records with fewer bits: what is written, what comes back, and that neither is taken for the other."""
+"""Quantised records have the stated bytes, load the stated values, and never pass for exact ones."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A record proves itself: what was sealed verifies, and every flipped, cut or exchanged byte is found."""
+"""A record verifies as it was sealed, and every flipped, cut or swapped byte is found."""
 
 from __future__ import annotations
 

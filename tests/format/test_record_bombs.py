@@ -1,4 +1,4 @@
-"""Records that a stranger made to take memory: each costs a miss, and no more memory than its slot."""
+"""Records that claim huge sizes are misses, and take no more memory than their slot."""
 
 from __future__ import annotations
 

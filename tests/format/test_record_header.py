@@ -1,4 +1,4 @@
-"""What is told of a record by its header alone: names, sizes, codec; and what a header may not say."""
+"""A record's header gives its name, sizes and codec, and invalid headers are rejected."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""URLs of stores: what is secret in them is shown nowhere, whatever it looks like and whoever quotes it."""
+"""Secrets in URLs of stores appear in no configuration, error, log or command output."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A folder of records is a valid Zarr v3 array: zarr-python and zarrs read what kvkit wrote as raw bytes."""
+"""A folder of records is a valid Zarr v3 array, which zarr-python and zarrs read byte for byte."""
 
 from __future__ import annotations
 

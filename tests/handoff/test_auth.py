@@ -1,4 +1,4 @@
-"""Proofs of a shared secret: kvkit.handoff.transport.handshake."""
+"""A handshake accepts the documented proof of a shared secret, and no other."""
 
 from __future__ import annotations
 

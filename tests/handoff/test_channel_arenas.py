@@ -1,4 +1,4 @@
-"""Memory that one side of a channel shares with the other: from whom it is taken, and how."""
+"""A channel shares memory only with a proven process of the same user, and refuses any other."""
 # ruff: noqa: F811
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""TCP between two hosts, in network namespaces of their own: a slow link, and one that is cut."""
+"""TCP channels between two hosts work over a slow link and report a cut one (network namespaces)."""
 
 from __future__ import annotations
 

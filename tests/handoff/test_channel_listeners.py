@@ -1,4 +1,4 @@
-"""Where peers connect: addresses, sockets of one owner, certificates."""
+"""Endpoints accept peers at unix, TCP and TLS addresses, and replace only dead ones' sockets."""
 # ruff: noqa: F811
 
 from __future__ import annotations

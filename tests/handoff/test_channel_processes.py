@@ -1,4 +1,4 @@
-"""Channels between processes, one of which is killed or stopped: the other says so, and nothing is left."""
+"""A channel reports the death or stop of the process at its other end, and leaves nothing behind."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Transports of handoff against their contract: kvkit.handoff.transport.channel and what implements it."""
+"""Every transport of handoff fulfils the contract of a channel."""
 # ruff: noqa: F811
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Bytes that a peer of a handoff may send: parsers take them or raise one kind of error, in bounded memory.
+"""Parsers of handoff frames accept any bytes or raise one kind of error, in bounded memory.
 
 The fuzzers start from tests/corpus/frames, one conversation a file, and change what is there.
 """

@@ -1,4 +1,4 @@
-"""Handoff between caches as a configuration makes them: P→D, D→P, roles, what is packed and what is not."""
+"""Caches hand off from P to D and from D to P as their configuration says."""
 
 from __future__ import annotations
 

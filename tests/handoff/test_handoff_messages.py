@@ -1,4 +1,4 @@
-"""The messages of handoff: whatever comes in is a message in bounds or one kind of error."""
+"""Bytes that come in decode to a message within bounds, or raise one kind of error."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Handoff over NIXL: what one process sends is in the buffer of another, written there by NIXL or not."""
+"""Records handed off over NIXL arrive in the receiver's buffer, also where NIXL does not write them."""
 
 from __future__ import annotations
 

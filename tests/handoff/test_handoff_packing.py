@@ -1,4 +1,4 @@
-"""Records that are made in slots of their receiver: whole or not at all, whoever gives up or dies."""
+"""Records packed in slots of their receiver arrive whole or not at all, whichever side fails."""
 # ruff: noqa: F811
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Several ranks of one engine send to those of another: who sends what, and what becomes of parts."""
+"""Each rank of an engine gets the records that it needs, once, from the ranks of another engine."""
 # ruff: noqa: F811
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Peers that prove nothing, or do not read: what they cost an endpoint is bounded, and others get in."""
+"""Peers without the secret, and peers that do not read, cost an endpoint little and block nobody."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Handoff as a tier: what was sent to a node keeps the contract; nothing is stored."""
+"""Handoff as a tier fulfils the contract for records that a node received, and stores nothing."""
 
 from __future__ import annotations
 

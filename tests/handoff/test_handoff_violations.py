@@ -1,4 +1,4 @@
-"""Peers that are strangers, talk nonsense, or break the protocol: they are cut off, and no slot is lost."""
+"""A peer that breaks the protocol is cut off, and no slot is lost."""
 # ruff: noqa: F811
 
 from __future__ import annotations

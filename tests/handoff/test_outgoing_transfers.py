@@ -1,4 +1,4 @@
-"""A transfer as its sender knows it: what it says to whatever comes."""
+"""The sender's state of a transfer answers every message of its receiver as the protocol says."""
 
 from __future__ import annotations
 

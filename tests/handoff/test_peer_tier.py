@@ -1,4 +1,4 @@
-"""Another node's memory as a tier: `kvkit.handoff.peer`."""
+"""Another node's memory is read as a tier."""
 
 from __future__ import annotations
 

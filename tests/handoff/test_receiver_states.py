@@ -1,4 +1,4 @@
-"""The states of handoff, model-checked: no deadlock, no slot lost, progress of every request that fits."""
+"""The receiver's states, model-checked, have no deadlock and lose no slot; each request that fits ends."""
 
 from __future__ import annotations
 

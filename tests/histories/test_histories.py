@@ -1,4 +1,4 @@
-"""Histories of real processes under faults are explained; bad ones, and planted defects, are told."""
+"""Real processes under faults give explainable histories; invalid ones and planted defects are reported."""
 
 from __future__ import annotations
 

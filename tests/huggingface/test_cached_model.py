@@ -1,4 +1,4 @@
-"""The Hugging Face adapter: with and without a cache, the same logits and the same text."""
+"""Logits and text of Hugging Face models are the same with and without a cache."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Every kind of decoder of transformers behind a cache: the same tokens and logits, or refused by name.
+"""Every decoder of transformers gives the same tokens and logits from a cache, or is refused by name.
 
 `python tests/huggingface/test_decoders.py` writes the table of docs/huggingface.md.
 """

@@ -1,4 +1,4 @@
-"""The fingerprint of a Hugging Face model: whatever decides its KV counts, or is refused by name."""
+"""The fingerprint of a Hugging Face model changes with whatever decides its KV."""
 
 from __future__ import annotations
 

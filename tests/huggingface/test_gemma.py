@@ -1,4 +1,4 @@
-"""Gemma-3-270M: its terms are asked for once, and it is put together of its parts."""
+"""Gemma-3-270M is fetched only once its terms are accepted, and assembled from its files."""
 
 from __future__ import annotations
 

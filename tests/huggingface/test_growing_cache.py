@@ -1,4 +1,4 @@
-"""The cache that a prefill ends with, in the hands of transformers: `generate` goes on from it."""
+"""transformers' `generate` continues from the cache that a prefill ends with."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Hugging Face models with states (Mamba, linear attention, convolutions): the same text from a cache."""
+"""Hugging Face models with states (Mamba, linear attention, convolutions) give the same text from a cache."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which Hugging Face models are cached: those whose KV is a function of the tokens before it alone."""
+"""Hugging Face models are cached only if their KV depends on the tokens before it alone."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Models whose config transformers refuses: every command that reads one says so in a sentence."""
+"""Commands report in one sentence a model whose config transformers refuses."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The small real model: where it is kept, how it is made, what is said when it cannot be."""
+"""SmolLM2 is converted into the user's cache folder once, and failures say what to do."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What is read from the assembly that compilers write, and how much of it fits a GPU."""
+"""Memory accesses, main loops and occupancy are read from the assembly that compilers write."""
 
 from __future__ import annotations
 

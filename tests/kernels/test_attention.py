@@ -1,4 +1,4 @@
-"""kvkit.kernels' sparse attention on a CPU: by position, as the reference says, whatever the pages."""
+"""Sparse attention on a CPU equals the reference, by position, whatever the pages."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Attention of JAX arrays: what XLA computes is what the reference says, compiled once for equal shapes."""
+"""Attention of JAX arrays equals the reference, and compiles once for equal shapes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""kvkit.kernels.attention.pallas: what it lowers to compiles for GPUs that are not here."""
+"""Pallas attention kernels compile for GPUs that are not here."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""kvkit.kernels.attention.pallas_tpu: in Pallas' interpreter what attention means, and lowered for a TPU."""
+"""Pallas attention for TPUs equals the reference in Pallas' interpreter, and lowers for a TPU."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""kvkit.kernels.attention.triton with the heads and groups of real models, interpreted or on a GPU."""
+"""Triton attention equals the reference with the heads and groups of real models."""
 
 from __future__ import annotations
 

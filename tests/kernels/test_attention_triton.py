@@ -1,4 +1,4 @@
-"""kvkit.kernels.attention.triton: what the Triton kernels compute, in Triton's interpreter or on a GPU."""
+"""Triton attention kernels equal the reference, in Triton's interpreter or on a GPU."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What compilers make of launches for GPUs that are not here, and the gate that all kernels must pass."""
+"""Kernels compile for GPUs that are not here, and the compile gate passes all of them."""
 
 from __future__ import annotations
 

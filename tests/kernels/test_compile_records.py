@@ -1,4 +1,4 @@
-"""What is recorded of compiled kernels: predicted times, what counts as worse, and the file."""
+"""Records of compiled kernels predict times, and name what became worse."""
 
 from __future__ import annotations
 

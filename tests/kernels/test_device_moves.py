@@ -1,4 +1,4 @@
-"""Moves between a GPU and the host: turns through a buffer, interpreted; streams and events, as calls."""
+"""Moves between a GPU and the host take turns through a buffer, in the right order of streams and events."""
 
 from __future__ import annotations
 

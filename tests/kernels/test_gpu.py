@@ -1,4 +1,4 @@
-"""The same promises with the engine's pages on a GPU. `make gpu-tests` runs these where there is one."""
+"""Pages on a GPU move as on a CPU, bit by bit; `make gpu-tests` runs this where there is a GPU."""
 
 from __future__ import annotations
 

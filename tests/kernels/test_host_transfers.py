@@ -1,4 +1,4 @@
-"""The way between a GPU and the host: what is taken where nothing is tuned, what is where something is."""
+"""Transfers between GPU and host take the tuned method, or the default one where nothing is tuned."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The CPU's kernels move the same bytes whatever they are tuned to, and use what was tuned here."""
+"""The CPU's kernels move the same bytes with any tuned setting, and use those tuned on this machine."""
 
 from __future__ import annotations
 

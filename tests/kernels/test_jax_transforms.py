@@ -1,4 +1,4 @@
-"""Operations for JAX arrays under its transformations: no gradient, vmap, pinned memory, several devices."""
+"""Operations for JAX arrays work under vmap, pinned memory and several devices, and refuse gradients."""
 
 from __future__ import annotations
 

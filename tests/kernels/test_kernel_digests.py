@@ -1,4 +1,4 @@
-"""What a kernel's digest is of: its code with what it calls, and nothing else."""
+"""A kernel's digest changes with its code and the code that it calls, and with nothing else."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Warming up: it starts what the first store and load will start, and moves nothing. Interpreted."""
+"""Warming up compiles the kernels of the first store and load (in Triton's interpreter)."""
 
 from __future__ import annotations
 

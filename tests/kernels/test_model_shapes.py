@@ -1,4 +1,4 @@
-"""Shapes of models from options and from configs, and the problems that they make."""
+"""Shapes of models come from options and configs, and give the problems to tune."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`make test-jax`: where it finds a Python, and what it says where there is none."""
+"""`make test-jax` finds a new enough Python, or says why there is none."""
 
 from __future__ import annotations
 

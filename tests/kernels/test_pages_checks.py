@@ -1,4 +1,4 @@
-"""kvkit.kernels.pages.api refuses what does not fit, and picks the backend by the device."""
+"""pack and unpack refuse arguments that do not fit, and choose the backend by the device."""
 
 from __future__ import annotations
 

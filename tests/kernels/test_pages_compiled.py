@@ -1,4 +1,4 @@
-"""What the Triton kernels that pack and unpack are compiled to, and how often, without a GPU."""
+"""The Triton kernels of pages compile to hardware conversions, and not anew for other lengths."""
 
 from __future__ import annotations
 

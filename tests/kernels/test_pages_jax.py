@@ -1,4 +1,4 @@
-"""Pages of JAX arrays: what XLA moves is what the reference says."""
+"""Pages of JAX arrays are packed and unpacked as the reference does."""
 
 from __future__ import annotations
 

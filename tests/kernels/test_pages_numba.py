@@ -1,4 +1,4 @@
-"""kvkit.kernels: pack and unpack write the right bytes, and no others, whatever the layout."""
+"""The CPU's pack and unpack write the right bytes, and no others, in every layout."""
 
 from __future__ import annotations
 

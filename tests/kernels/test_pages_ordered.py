@@ -1,4 +1,4 @@
-"""Tokens into opaque pages whose inner order is known, against the plain statement of the same in numpy."""
+"""Tokens in opaque pages of a known inner order move as a plain numpy statement says."""
 
 from __future__ import annotations
 

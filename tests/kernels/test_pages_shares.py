@@ -1,4 +1,4 @@
-"""Pages with some of the heads of a record: they get what pages with all of them would."""
+"""Pages with some heads of a record get the same bytes as pages with all heads would."""
 
 from __future__ import annotations
 

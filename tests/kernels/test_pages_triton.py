@@ -1,4 +1,4 @@
-"""kvkit.kernels.pages.triton does what the reference says, in Triton's interpreter; test_gpu compiles it."""
+"""Triton's pack and unpack equal the reference, in Triton's interpreter; test_gpu compiles them."""
 
 from __future__ import annotations
 

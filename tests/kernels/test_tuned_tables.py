@@ -1,4 +1,4 @@
-"""Tables of tuned configurations: which one a problem gets, and what a broken file may do."""
+"""A problem gets its configuration from the right tuned table, and a broken file does no harm."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What tuning measures with: the CPU's clock and roof, and the compiler's word on each configuration."""
+"""Tuning measures with the CPU's clock and roofline, and reads compilers' reports."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The problems that kernels are tuned with: small ones of each kind, run by the interpreter and checked."""
+"""Every kernel has tuning problems, whose small ones are correct in the interpreter."""
 
 from __future__ import annotations
 

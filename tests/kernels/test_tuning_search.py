@@ -1,4 +1,4 @@
-"""The search for the fastest correct configuration: real kernels, interpreted, and times made up here."""
+"""The tuning search finds the fastest correct configuration of real kernels, with made-up times."""
 
 from __future__ import annotations
 

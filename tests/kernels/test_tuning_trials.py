@@ -1,4 +1,4 @@
-"""The lines of trials, and what is told from them."""
+"""Trials of a tuning search are written line by line, exported, drawn and explained."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The client, against a real server that answers, fails and hangs."""
+"""The benchmark's client reports answers, failures and hangs of a real server."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What vLLM is given fits the machine and what else is started; what is killed for memory is said to be."""
+"""vLLM's memory fits the machine, and processes killed for memory are reported as such."""
 
 from __future__ import annotations
 

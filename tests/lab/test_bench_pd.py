@@ -1,4 +1,4 @@
-"""The conversation over a prefill and a decode engine, with engines of a toy model."""
+"""The benchmark of prefill and decode engines runs its conversation on engines of a toy model."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The conversation over documents in changing order, with a toy server."""
+"""The benchmark over documents in changing order runs on a toy server."""
 
 from __future__ import annotations
 

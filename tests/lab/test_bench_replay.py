@@ -1,4 +1,4 @@
-"""Traces that are sent to servers: prompts share what the trace's chunks share, and no more."""
+"""Prompts made from a trace share the chunks that the trace's requests share, and no others."""
 
 from __future__ import annotations
 

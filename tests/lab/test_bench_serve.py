@@ -1,4 +1,4 @@
-"""`kvkit bench serve` on running servers: figures, tables, picture, errors."""
+"""`kvkit bench serve` on running servers gives figures, tables, a picture and clear errors."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Servers that are started: ended with all of their children, and said so when they do not start."""
+"""Servers that a benchmark starts end with all their children, and failed starts are reported."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Workloads: the same from the same seed, and what they share is what they say."""
+"""Workloads are the same from the same seed, and share the tokens that they state."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The demo, end to end over two processes, with a tiny model of random weights."""
+"""The demo runs from end to end over two processes, with a tiny model."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Pictures that commands draw, and that they say which files they wrote; an SVG names its texts."""
+"""Commands draw pictures and name the files that they write; the SVG has its texts."""
 
 from __future__ import annotations
 

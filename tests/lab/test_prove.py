@@ -1,4 +1,4 @@
-"""`kvkit prove` without an engine: its scenarios, comparisons, verdicts and page."""
+"""`kvkit prove` makes scenarios, comparisons, verdicts and a page; no engine is needed here."""
 
 from __future__ import annotations
 

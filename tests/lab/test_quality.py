@@ -1,4 +1,4 @@
-"""The harness: its samples are what they claim, its figures are right where they are known, it goes on."""
+"""The quality harness makes the samples that it states, computes known figures, and resumes."""
 
 from __future__ import annotations
 

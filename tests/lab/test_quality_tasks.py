@@ -1,4 +1,4 @@
-"""Tasks: whoever reads the prompt and reckons finds the answer; files that users have are read."""
+"""Answers of quality tasks follow from their prompts, and users' own files are read."""
 
 from __future__ import annotations
 

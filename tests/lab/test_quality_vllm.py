@@ -1,4 +1,4 @@
-"""The judge whose model is in vLLM: it finds what the other finds, and measures what that one cannot."""
+"""The quality judge in vLLM finds what the transformers judge finds, and measures served methods."""
 
 from __future__ import annotations
 

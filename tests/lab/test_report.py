@@ -1,4 +1,4 @@
-"""`kvkit report`: the page against a store and an endpoint; nothing in either becomes more than text."""
+"""`kvkit report` shows a store and an endpoint, and treats all their content as text."""
 
 from __future__ import annotations
 

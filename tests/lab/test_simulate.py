@@ -1,4 +1,4 @@
-"""The simulator against the cache it simulates, against arithmetic, and its errors."""
+"""The simulator counts the hits that the real cache has, and reports invalid settings."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`kvkit top`: frames against what an endpoint really serves, live in a terminal, and what goes wrong."""
+"""`kvkit top` shows what an endpoint serves, live in a terminal, and reports lost endpoints."""
 
 from __future__ import annotations
 

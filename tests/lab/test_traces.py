@@ -1,4 +1,4 @@
-"""Traces: every format that is read, files as people have them, errors, and the memory of many requests."""
+"""Traces of every format are read in bounded memory, and errors name the line."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""docs/grafana.json: its queries name metrics, and labels of theirs, that kvkit exports."""
+"""Queries of docs/grafana.json name metrics and labels that kvkit exports."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The HTTP endpoint, over real connections: who may ask, what is answered, and what it survives."""
+"""The HTTP endpoint authenticates, answers and survives invalid requests on real connections."""
 
 from __future__ import annotations
 

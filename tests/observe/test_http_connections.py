@@ -1,4 +1,4 @@
-"""The connections of the HTTP endpoint: who is cut off, who gives way, and what strangers cost."""
+"""The HTTP endpoint cuts off slow clients and bounds the cost of strangers."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Prometheus' view: what is scraped and parsed is what was counted, and the documented list is complete."""
+"""Prometheus scrapes the values that were counted, and the documented list of metrics is complete."""
 
 from __future__ import annotations
 

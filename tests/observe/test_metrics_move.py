@@ -1,4 +1,4 @@
-"""Every metric of a cache moves when what it counts happens: real tiers, files, transfers and a model."""
+"""Every metric of a cache changes when the thing that it counts happens."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Lines about what goes on: through a pipe, too, and none later than it should be."""
+"""Progress lines appear in time, on a terminal and through a pipe."""
 
 from __future__ import annotations
 

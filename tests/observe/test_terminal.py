@@ -1,4 +1,4 @@
-"""Tables of commands: whole in a terminal of 80 columns, and through a pipe."""
+"""Tables of commands are whole in a terminal of 80 columns and through a pipe."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The command line: what it prints, what it returns, errors without tracebacks."""
+"""Commands print results, return exit statuses, and report errors without tracebacks."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Configuration: every setting, the file before the environment, what is opened."""
+"""Every setting is read, from the environment before the file, and opens what it names."""
 
 from __future__ import annotations
 

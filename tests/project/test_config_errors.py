@@ -1,4 +1,4 @@
-"""Errors of a configuration: each names its source, the setting, the value and the choices."""
+"""Errors of a configuration name their source, the setting, the value and the choices."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The examples of CONTRIBUTING.md, carried out on a copy of the code."""
+"""The examples of CONTRIBUTING.md work on a copy of the code."""
 
 from __future__ import annotations
 

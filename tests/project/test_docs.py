@@ -1,4 +1,4 @@
-"""What the README and docs say is what results/, code and tests hold."""
+"""README and docs state what results, code and tests hold."""
 
 from __future__ import annotations
 

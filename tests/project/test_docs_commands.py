@@ -1,4 +1,4 @@
-"""Every command and program that README and docs show is run by a test, or the page says why it is not."""
+"""Every command and program in README and docs is run by a test, or the page says why not."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the README and docs show works: configurations, recipes, programs, a package with a tier."""
+"""Configurations, recipes and programs in README and docs work."""
 
 from __future__ import annotations
 

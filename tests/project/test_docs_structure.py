@@ -1,4 +1,4 @@
-"""docs/structure.md and the glossary name what is there."""
+"""docs/structure.md and the glossary name rooms, files and words that exist."""
 
 from __future__ import annotations
 

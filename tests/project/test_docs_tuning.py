@@ -1,4 +1,4 @@
-"""What docs/tuning.md shows: a kernel of one's own, tuned on the CPU, checked and compiled for a GPU."""
+"""The kernel of docs/tuning.md is tuned on the CPU, checked, and compiled for a GPU."""
 
 from __future__ import annotations
 

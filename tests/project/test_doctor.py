@@ -1,4 +1,4 @@
-"""`kvkit doctor`: a record is put into every tier, read and deleted; what fails is a line, no traceback."""
+"""`kvkit doctor` writes, reads and deletes a record in every tier, and reports failures in a line each."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The description of machine and versions that results carry."""
+"""Results carry the machine and the versions of packages."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The notebooks in examples/ run from top to bottom, and what is committed of them is small."""
+"""The notebooks in examples/ run from top to bottom, and are committed small."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The floors of the house: which room may import which, and how large rooms, files and functions may be."""
+"""Rooms import only from lower floors; rooms, files and functions stay within their sizes."""
 
 from __future__ import annotations
 

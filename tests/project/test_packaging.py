@@ -1,4 +1,4 @@
-"""What is built is what is in the tree, and nothing of ours shadows another package."""
+"""Wheel and source archive contain the tree's files, and shadow no other package."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The report: built from sample results and from those of the repository; what is missing is named."""
+"""The report builds from sample results and the repository's, and names missing results."""
 
 from __future__ import annotations
 

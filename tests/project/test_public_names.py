@@ -1,4 +1,4 @@
-"""What `import kvkit` gives, and what it leaves alone."""
+"""`import kvkit` gives the public names, and imports no heavy package."""
 
 from __future__ import annotations
 

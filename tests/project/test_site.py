@@ -1,4 +1,4 @@
-"""The pages of the site that are made: docstrings of the public modules, notebooks with their pictures."""
+"""The site has pages for public docstrings, and notebooks with their pictures."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Names that were replaced by the field's do not come back: in code, and between backticks on pages."""
+"""Names that were replaced by the field's terms do not come back in code or on pages."""
 
 from __future__ import annotations
 

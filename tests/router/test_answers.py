@@ -1,4 +1,4 @@
-"""An answer that several engines make in turns is the one that a single engine makes."""
+"""An answer that several engines made in succession equals the answer of a single engine."""
 
 from __future__ import annotations
 

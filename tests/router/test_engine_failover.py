@@ -1,4 +1,4 @@
-"""Whatever an engine answers, its client gets another engine's answer, or a well-formed error."""
+"""A client gets another engine's answer or a well-formed error, whatever an engine answers."""
 
 from __future__ import annotations
 

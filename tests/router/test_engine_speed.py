@@ -1,4 +1,4 @@
-"""How fast an engine computes prompts: what its large steps show, of late."""
+"""An engine's prefill speed is estimated from its recent large steps, and chooses blends that are faster."""
 
 from __future__ import annotations
 

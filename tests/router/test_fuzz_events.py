@@ -1,4 +1,4 @@
-"""Bytes that an engine may send the router: no parser raises what it does not say, or takes memory.
+"""Parsers of engines' bytes in the router raise documented errors only, in bounded memory.
 
 Each fuzzer runs in a process that has little memory, and changes what is in tests/corpus/events.
 """

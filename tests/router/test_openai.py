@@ -1,4 +1,4 @@
-"""The wire format: requests as they are split for P and D, streams of events in pieces."""
+"""OpenAI requests are split for P and D, and streams of events are parsed in pieces."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The router between real HTTP servers, what goes where, what is refused, what the command takes."""
+"""The router forwards requests between real HTTP servers, refuses invalid ones, and runs as a command."""
 
 from __future__ import annotations
 

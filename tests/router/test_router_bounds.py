@@ -1,4 +1,4 @@
-"""Whatever an engine tells of its KV takes bounded memory of the router, and keeps nobody waiting."""
+"""The router's index of KV takes bounded memory, and keeps no request waiting."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Idle connections keep nobody out of the router, and a lack of descriptors is told once."""
+"""Idle connections keep nobody out of the router, and a lack of descriptors is logged once."""
 
 from __future__ import annotations
 

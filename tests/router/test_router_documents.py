@@ -1,4 +1,4 @@
-"""Blending through the router: documents as clients mark them, and what engines are told of them."""
+"""The router blends documents that clients mark, and passes them on to engines."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The router knows by KV events what engines hold: as much as they would say if asked, and no more."""
+"""The router's index, built from KV events, holds what the engines hold."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Engines that are killed, stopped and wrong: another one goes on, and the client sees one answer."""
+"""Another engine continues for one that is killed, stopped or wrong; the client sees one answer."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The router's settings: what is wrong is said with its name, its value and the choices."""
+"""Errors of the router's settings name the setting, the value and the choices."""
 
 from __future__ import annotations
 

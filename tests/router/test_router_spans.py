@@ -1,4 +1,4 @@
-"""Documents in prompts of SmolLM2's tokens: a span's tokens are the document's, whatever stands around it."""
+"""A document's span in a prompt has the document's tokens, whatever text is around it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""One request's questions for tokens hold up no other's, and no question is waited for without end."""
+"""Requests to tokenize documents hold up no other request, and are given up in time."""
 
 from __future__ import annotations
 

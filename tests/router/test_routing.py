@@ -1,4 +1,4 @@
-"""Where requests go: properties of the pure functions."""
+"""Requests go to engines as the stated properties of the routing functions say."""
 
 from __future__ import annotations
 

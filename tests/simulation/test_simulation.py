@@ -1,4 +1,4 @@
-"""Every interleaving that CI has time for: seeds that find nothing, and planted defects that seeds find."""
+"""Seeds of simulated interleavings find nothing, and find planted defects."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Who may ask an endpoint: loopback addresses, the token and its file."""
+"""An HTTP endpoint admits loopback addresses, or clients with its token."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Credentials of S3 buckets: where they are looked for, in which order, and what is said of missing ones."""
+"""Credentials of S3 buckets come from options or profiles, and missing ones are named."""
 
 from __future__ import annotations
 

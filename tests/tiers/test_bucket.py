@@ -1,4 +1,4 @@
-"""Buckets: the contract on a real S3 server, which also refuses, dies, is slow or never answers."""
+"""Buckets on a real S3 server fulfil the contract, also when it refuses, dies, is slow or hangs."""
 
 from __future__ import annotations
 

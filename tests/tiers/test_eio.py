@@ -1,4 +1,4 @@
-"""A disk that dies under a cache and comes back, and one that cannot read a single file, in a child process.
+"""A cache survives a disk that dies and comes back, and a file that cannot be read.
 
 Calls fail with EIO by tests/support/eio.c.
 """

@@ -1,4 +1,4 @@
-"""Eviction against naive models: what is held, what leaves, what may not."""
+"""Eviction holds, evicts and protects the same records as naive models."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Eviction policies of other packages: named in settings and commands, refused with the reason, guarded."""
+"""Eviction policies of other packages are found by name, or refused with the reason."""
 
 from __future__ import annotations
 

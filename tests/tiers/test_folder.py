@@ -1,4 +1,4 @@
-"""Folders of objects: what restarts, kills, full disks and other processes do to them."""
+"""Folders keep whole records through restarts, kills, full disks and other processes."""
 
 from __future__ import annotations
 

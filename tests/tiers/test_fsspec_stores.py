@@ -1,4 +1,4 @@
-"""Stores of fsspec whose servers refuse, fail, or never answer: every call ends, and says why."""
+"""Calls on fsspec stores end with a reason when servers refuse, fail or never answer."""
 
 from __future__ import annotations
 

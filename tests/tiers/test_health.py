@@ -1,4 +1,4 @@
-"""The circuit breaker: checked against what its text says, over random histories; alone among threads."""
+"""The circuit breaker pauses failing tiers as documented, over random histories and threads."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Listing a store: what it holds, what is damaged, what is not kvkit's; it changes nothing."""
+"""A listing of a store names records, damage and foreign files, and changes nothing."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The tier on Mooncake Store: its settings, and its tests in a network namespace of their own."""
+"""The tier on Mooncake Store checks its settings, and passes its suite in a network of its own."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a tier of objects counts and tells where its store refuses, and while others put, read and delete."""
+"""A tier of objects counts correctly when its store refuses, and during concurrent calls."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The most hits that could be had, against a search of all that could be held, and above every policy."""
+"""The optimal hits equal an exhaustive search, and no policy exceeds them."""
 
 from __future__ import annotations
 

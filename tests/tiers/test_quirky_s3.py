@@ -1,4 +1,4 @@
-"""Buckets of servers that answer in ways of their own: no permission to list, no conditions, conflicts."""
+"""Buckets work on S3 servers that forbid listing, lack conditions or report conflicts."""
 
 from __future__ import annotations
 

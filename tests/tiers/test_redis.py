@@ -1,4 +1,4 @@
-"""The Redis tier: the contract on real servers, Redis and Valkey, which also refuse, fill up, die, hang."""
+"""Tiers on real Redis and Valkey fulfil the contract, also when servers refuse, fill, die or hang."""
 
 from __future__ import annotations
 

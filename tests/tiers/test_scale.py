@@ -1,4 +1,4 @@
-"""Indices of many records: what a record takes, in bytes and in calls, does not grow with their number."""
+"""Bytes and calls per record do not grow with the number of records."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Pools in shared memory: one for all processes of a user, which may die at any instruction of theirs."""
+"""Pools in shared memory serve all processes of a user, and survive deaths at any instruction."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A pool's file that is damaged, or has lost memory: it costs records, neither a process nor room."""
+"""A damaged or shrunk pool file costs records, but no process and no room."""
 
 from __future__ import annotations
 

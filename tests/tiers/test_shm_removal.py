@@ -1,4 +1,4 @@
-"""A pool whose file was removed under those who use it: they say so, leave it, and free its memory."""
+"""Processes report a pool whose file was removed, leave it, and free its memory."""
 
 from __future__ import annotations
 

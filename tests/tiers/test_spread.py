@@ -1,4 +1,4 @@
-"""Several disks as one tier: where records lie, and what a path that dies takes with it."""
+"""Several disks serve as one tier, and a dead one costs only the records on it."""
 
 from __future__ import annotations
 

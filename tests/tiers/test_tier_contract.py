@@ -1,4 +1,4 @@
-"""Every tier and wrapper against the contract; what is particular to memory, to wrappers and to stores."""
+"""Every tier and wrapper fulfils the contract, with the particulars of memory, wrappers and stores."""
 
 from __future__ import annotations
 

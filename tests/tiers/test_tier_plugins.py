@@ -1,4 +1,4 @@
-"""Tiers of other packages: one is built, installed into a folder of its own, found by its kind and tested."""
+"""A tier of another package is built, installed, found by its kind, and fulfils the contract."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A random life of a cache's asynchronous calls, over tiers that are late, fail, lie or hang."""
+"""Random asynchronous calls of a cache stay correct over tiers that are late, fail, lie or hang."""
 
 from __future__ import annotations
 

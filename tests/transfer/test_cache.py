@@ -1,4 +1,4 @@
-"""The cache over real tiers: round trips, leading runs, write-back, counts, errors."""
+"""A cache stores and loads leading runs over real tiers, writes back, counts, and reports errors."""
 
 from __future__ import annotations
 

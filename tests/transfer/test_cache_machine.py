@@ -1,4 +1,4 @@
-"""A random life of a cache over all tiers, with faults, restarts and damage, against a plain dict."""
+"""Random calls of a cache over all tiers, with faults, restarts and damage, agree with a plain dict."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Fifty threads for SOAK_SECONDS, or 20: every call of the cache at once, over tiers that fail, hang and lie.
+"""Fifty threads call everything of a cache at once for SOAK_SECONDS, or 20, over faulty tiers.
 
 Each thread works in an engine of its own, so that whatever is loaded can be compared byte for byte.
 """

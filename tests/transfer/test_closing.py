@@ -1,4 +1,4 @@
-"""Closing has one deadline for everything, and says what it leaves unsaved."""
+"""Closing a cache keeps one deadline for everything, and logs what stays unsaved."""
 
 from __future__ import annotations
 

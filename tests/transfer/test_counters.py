@@ -1,4 +1,4 @@
-"""Counts and histograms: against a plain list of the values, and copies that stay as they are."""
+"""Counters and histograms agree with a plain list of the values, and copies do not change."""
 
 from __future__ import annotations
 

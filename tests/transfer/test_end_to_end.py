@@ -1,4 +1,4 @@
-"""A conversation and an engine, cold and then from disk, on a CPU and on a GPU: the text is the same."""
+"""A conversation gives the same text cold and from disk, on a CPU and on a GPU."""
 
 from __future__ import annotations
 

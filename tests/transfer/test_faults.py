@@ -1,4 +1,4 @@
-"""Faults on real files: whatever happens to a store, no wrong byte, no lost slot, no hang, no litter."""
+"""A cache over damaged files returns no wrong byte, loses no slot, does not hang, and leaves no litter."""
 
 from __future__ import annotations
 

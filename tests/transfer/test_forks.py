@@ -1,4 +1,4 @@
-"""A fork of a process that has a cache open: it can change nothing there, and is told so."""
+"""A fork of a process with an open cache can change nothing in it, and gets an error."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the cache's moves wait for on a GPU is taken in the thread that asks for them; events stand in."""
+"""Moves on a GPU wait for the streams of the threads that asked for them (events are stand-ins)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Groups of a layer's heads, each with records of its own, in a cache."""
+"""Groups of a layer's heads have records of their own in a cache."""
 
 from __future__ import annotations
 

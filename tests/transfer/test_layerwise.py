@@ -1,4 +1,4 @@
-"""Layerwise loads and stores: the same records, one layer at a time."""
+"""Layerwise loads and stores move the same records, one layer at a time."""
 
 from __future__ import annotations
 

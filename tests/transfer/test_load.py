@@ -1,4 +1,4 @@
-"""Background moves: overlap, streaming, write-back, staging-only, cancelling, priorities."""
+"""Background loads and stores overlap, stream, write back, are cancelled, and keep priorities."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Parts of a sequence: loads and stores from a later chunk on, blocks that are missing, pages taken back."""
+"""Loads and stores of parts of a sequence move the right blocks, and skip missing ones."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A lookup right after a store: it waits for what is being put, and never for what will not come."""
+"""A lookup right after a store waits for its puts, and never for records that will not come."""
 
 from __future__ import annotations
 

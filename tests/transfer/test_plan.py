@@ -1,4 +1,4 @@
-"""Plans: a leading run without gaps, stores of what is missing, write-back of what was validated alone."""
+"""Plans load a leading run without gaps, store missing records, and write back validated ones alone."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Policies name tiers that exist; what does not is refused with the choices."""
+"""Policies name tiers that exist, and others are refused with the choices."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Bringing records nearer before they are asked for, all that a hit has or a single chunk."""
+"""A prefetch brings the leading run of a hit, or a single chunk, into memory."""
 
 from __future__ import annotations
 

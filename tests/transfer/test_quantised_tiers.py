@@ -1,4 +1,4 @@
-"""Tiers with fewer bits: what comes from one is approximate, and nothing approximate is taken for exact."""
+"""Tiers of quantised records serve approximate hits, and never pass them for exact ones."""
 
 from __future__ import annotations
 

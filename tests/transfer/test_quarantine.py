@@ -1,4 +1,4 @@
-"""Records that are shunned for a while, by tier."""
+"""A damaged record is avoided in its tier for a while."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Ranks whose KV is equal share the work: each stores, and reads from afar, every nth chunk."""
+"""Ranks with equal KV share the work: each stores and fetches every nth chunk."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A process that can write nowhere, as in a read-only container without a home: it caches KV all the same."""
+"""A process in a read-only container without a home folder caches KV all the same."""
 
 from __future__ import annotations
 

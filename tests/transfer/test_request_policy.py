@@ -1,4 +1,4 @@
-"""What a request wants of the cache: read within limits, and kept to by loads, stores and evictions."""
+"""A request's policy is read within limits, and kept by loads, stores and evictions."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Models with states: a hit ends where there is a snapshot of them, and nothing is loaded without it."""
+"""A hit of a model with states ends at a snapshot of them, and loads nothing without one."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Slots, leases and waiting: kvkit.staging."""
+"""Slots of the staging arena are leased, shared, awaited and released without loss."""
 
 from __future__ import annotations
 

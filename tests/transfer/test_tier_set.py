@@ -1,4 +1,4 @@
-"""What loads and stores share: tiers that report late, twice or never, and what they cost the others."""
+"""Loads and stores survive tiers that report late, twice or never."""
 
 from __future__ import annotations
 

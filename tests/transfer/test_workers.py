@@ -1,4 +1,4 @@
-"""Threads that are started when needed, and outlive what is done to the futures they owe."""
+"""Worker threads start when needed, and survive what callers do to their futures."""
 
 from __future__ import annotations
 

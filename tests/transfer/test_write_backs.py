@@ -1,4 +1,4 @@
-"""Write-backs start after the last read of their load, or as soon as anybody lacks slots."""
+"""Write-backs start after the last read of their load, or once a caller lacks slots."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Puts that hang keep a bounded part of the slots, and a flush waits for what was started before it."""
+"""Hanging puts keep a bounded share of the slots, and a flush waits for earlier puts only."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Documents are records like others: stored on first use, kept apart by salts, pinned, evicted."""
+"""Documents are stored on first use, separated by salts, pinned and evicted like other records."""
 
 from __future__ import annotations
 

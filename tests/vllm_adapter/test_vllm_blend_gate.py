@@ -1,4 +1,4 @@
-"""The gate in front of vLLM: what `kvkit doctor --blend` found is for engines with that model alone."""
+"""Blending in vLLM is enabled only by a `kvkit doctor --blend` verdict on the same model."""
 
 from __future__ import annotations
 

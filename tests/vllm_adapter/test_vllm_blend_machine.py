@@ -1,4 +1,4 @@
-"""Exact and blended requests over the same texts, in any order, in a real vLLM engine with few blocks.
+"""Exact and blended requests in random order are correct in a real vLLM engine with few blocks.
 
 Whatever happens before and beside it, a request that asks for no blending has the answer of plain vLLM, and
 in the end every block is free.

@@ -1,4 +1,4 @@
-"""Blending in a real vLLM engine, by architecture: small models with random weights, and a trained one.
+"""Blending in a real vLLM engine is correct for each architecture, on small and trained models.
 
 Plain vLLM answers first. Then documents are computed behind a prefix, and prompts that have them in another
 order are blended: with every row computed again the answers must be the same, with 15 % of them nearer to

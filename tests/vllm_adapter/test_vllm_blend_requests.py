@@ -1,4 +1,4 @@
-"""What a request may ask of blending, and how its mistakes are named."""
+"""A request's blend settings are read, and errors name the field, the value and the choices."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Blending in vLLM's scheduler: exact and blended requests over the same text, workers made up."""
+"""Blends are scheduled in vLLM beside exact requests, aborts and preemptions (made-up workers)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Blending in vLLM beside the loop over a transformers model: the same rows, the same distribution."""
+"""Blending in vLLM gives the rows and the distribution of the transformers layer loop."""
 
 from __future__ import annotations
 

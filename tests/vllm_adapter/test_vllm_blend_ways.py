@@ -1,4 +1,4 @@
-"""Blending in vLLM engines that split a model over ranks, or change its weights by an adapter."""
+"""Blending works in vLLM engines with several ranks or pipeline stages, and with LoRA adapters."""
 
 from __future__ import annotations
 

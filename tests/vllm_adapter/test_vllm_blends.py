@@ -1,4 +1,4 @@
-"""The workers' side of blending over real tiers and pages: what is loaded, and where, and what ends it.
+"""Workers load a blend's documents from real tiers into the right pages, until it ends or fails.
 
 The model's part is left out: rows are done at once, and nothing is chosen.
 """

@@ -1,4 +1,4 @@
-"""What of vLLM is not public lies in one room, and a version that lacks some of it is still served."""
+"""Private names of vLLM are used in one room, and a vLLM that lacks some is still served."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Digests of files tell any change, and are remembered for as long as there is none."""
+"""Digests of files change with any byte, and are cached while files do not change."""
 
 from __future__ import annotations
 

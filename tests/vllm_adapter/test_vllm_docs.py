@@ -1,4 +1,4 @@
-"""What docs/vllm.md has a user type on a machine without a GPU, on real vLLM."""
+"""The commands of docs/vllm.md work on real vLLM without a GPU."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Speculative decoding beside the vLLM connector: nothing rejected is stored, hits and handoff go on.
+"""Speculative decoding stores no rejected token, and hits and handoff work beside it.
 
 First over the connector's two sides and real pages, then over real vLLM.
 """

@@ -1,4 +1,4 @@
-"""kvkit in a real vLLM engine on the CPU: the same greedy tokens as without it, and the hits expected."""
+"""A real vLLM engine with kvkit gives the tokens that it gives without, and the expected hits."""
 
 from __future__ import annotations
 

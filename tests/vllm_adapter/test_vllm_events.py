@@ -1,4 +1,4 @@
-"""KV events: what is told is what all ranks' tiers hold, whatever they let go of."""
+"""KV events report the records that the tiers of all ranks hold, through evictions."""
 
 from __future__ import annotations
 

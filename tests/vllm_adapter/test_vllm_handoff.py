@@ -1,4 +1,4 @@
-"""Prompts that one worker of the vLLM connector sends and another takes, step by step, without an engine."""
+"""Workers of the vLLM connector hand prompts off to others, step by step, without an engine."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Hybrid models in a real vLLM engine, beyond what the zoo asks for (test_vllm_zoo.py).
+"""Hybrid models in a real vLLM engine work in the cases beyond the zoo (test_vllm_zoo.py).
 
 Snapshots that are lost, too few blocks, an engine that pulls from decode, settings that are refused.
 """

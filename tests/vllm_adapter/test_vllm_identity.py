@@ -1,4 +1,4 @@
-"""Whose KV it is: change any byte that decides KV, and nothing is shared; change nothing else, and all is."""
+"""KV is shared only if every byte that decides it is equal: weights, config, adapter, salt."""
 
 from __future__ import annotations
 

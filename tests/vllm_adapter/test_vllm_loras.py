@@ -1,4 +1,4 @@
-"""KV of LoRA adapters: found by what an adapter holds in vLLM's memory, whatever becomes of its files."""
+"""KV of a LoRA adapter is found by the adapter's content in vLLM's memory, not by its files."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A thousand requests at once: what the scheduler's side takes for each does not grow with their number."""
+"""The scheduler's work for a request does not grow with the number of requests, up to a thousand."""
 
 from __future__ import annotations
 

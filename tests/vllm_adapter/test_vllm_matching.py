@@ -1,4 +1,4 @@
-"""The scheduler's side of the vLLM connector at its edges: what it says and asks there."""
+"""The scheduler's side of the vLLM connector answers matches correctly in edge cases."""
 
 from __future__ import annotations
 

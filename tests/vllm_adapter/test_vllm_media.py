@@ -1,4 +1,4 @@
-"""Media count by what they hold: no name that a client gives stands for another one's KV."""
+"""Media are identified by their content, not by the names that clients give them."""
 
 from __future__ import annotations
 

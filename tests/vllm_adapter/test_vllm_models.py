@@ -1,4 +1,4 @@
-"""Sliding windows and two ranks in a real vLLM engine, beyond what the zoo asks for (test_vllm_zoo.py).
+"""Sliding windows and two ranks work in a real vLLM engine, beyond the zoo (test_vllm_zoo.py).
 
 The models are small ones with random weights, large enough that their answers depend on every token.
 """

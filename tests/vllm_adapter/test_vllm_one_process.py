@@ -1,4 +1,4 @@
-"""Engines that follow one another in one process, as in a notebook: kvkit is not in the second one's way."""
+"""Engines opened one after another in one process, as in a notebook, all work with kvkit."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""An engine that schedules a step before it knows the last one's tokens, as on a GPU: the same answers."""
+"""An engine with asynchronous scheduling, as on a GPU, gives the same answers."""
 
 from __future__ import annotations
 

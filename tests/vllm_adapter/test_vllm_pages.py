@@ -1,4 +1,4 @@
-"""vLLM's KV caches as kvkit's layer groups, in the layouts of its backends, built by its own code."""
+"""vLLM's KV caches become kvkit's layer groups in the layouts of all its backends."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a router asks for in `kv_transfer_params`: read, refused with the choices, answered."""
+"""`kv_transfer_params` of a router are read and answered, and errors name the choices."""
 
 from __future__ import annotations
 

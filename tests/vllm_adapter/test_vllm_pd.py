@@ -1,4 +1,4 @@
-"""Prefill and decode as two real vLLM engines: the same tokens as from one, and nothing computed twice."""
+"""Prefill and decode on two real vLLM engines give one engine's tokens, and compute nothing twice."""
 
 from __future__ import annotations
 

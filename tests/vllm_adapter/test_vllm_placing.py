@@ -1,4 +1,4 @@
-"""Documents put into blocks where vLLM's pages are as a GPU's: keys turn by each layer's own rope."""
+"""Documents enter GPU-shaped pages of vLLM with keys rotated by each layer's own rope."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Models that vLLM itself does not cache: kvkit stores nothing, says so once, and the engine goes on."""
+"""kvkit stores nothing for models that vLLM does not cache, logs it once, and the engine works."""
 
 from __future__ import annotations
 

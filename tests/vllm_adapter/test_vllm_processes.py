@@ -1,4 +1,4 @@
-"""One store, several vLLM processes: a new engine hits what another saved, whatever tier is left."""
+"""A new vLLM process hits what another stored, from whichever tier is left."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The quick start of docs/pd.md on real vLLM: its files and its commands, as typed."""
+"""The quick start of docs/pd.md works on real vLLM, with its files and commands as typed."""
 
 from __future__ import annotations
 

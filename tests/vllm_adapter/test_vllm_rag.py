@@ -1,4 +1,4 @@
-"""Conversations and workloads over documents, with a vLLM server that blends."""
+"""Conversations and workloads over documents run on a vLLM server that blends."""
 
 from __future__ import annotations
 

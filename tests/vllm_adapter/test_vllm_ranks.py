@@ -1,4 +1,4 @@
-"""Ranks of every tensor-parallel size share one store: workers of the connector over real pages."""
+"""Ranks of every tensor-parallel size share one store, over real pages."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What requests of vLLM want of the cache: what its scheduler makes of it, and what a rank does."""
+"""A vLLM request's cache settings reach the scheduler and the ranks."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A reset of the cache is a barrier: nothing that began before it is stored, sent or found after it."""
+"""Nothing that began before a reset of the cache is stored, sent or found after it."""
 
 from __future__ import annotations
 

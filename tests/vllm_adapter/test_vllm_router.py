@@ -1,4 +1,4 @@
-"""The router before real vLLM servers: its texts are those of one server alone, and nothing is moved twice.
+"""The router before real vLLM servers gives one server's texts, and moves no KV twice.
 
 One prefill engine P; of the decode engines, `one` is on its host and `two` behind a slow link. All are set
 up for every flow: P keeps nothing, and seeks in a shared folder, the pool, and in the memories of both D's;

@@ -1,4 +1,4 @@
-"""Blending through the router before a real vLLM server, by OpenAI's own client."""
+"""OpenAI's client gets blended answers through the router from a real vLLM server."""
 
 from __future__ import annotations
 

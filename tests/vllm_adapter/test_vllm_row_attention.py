@@ -1,4 +1,4 @@
-"""kvkit's attention in the place of vLLM's: on pages as vLLM makes them for GPUs, and when it is taken."""
+"""kvkit's attention computes blended rows on vLLM's pages, where it supports and tuning prefers it."""
 
 from __future__ import annotations
 

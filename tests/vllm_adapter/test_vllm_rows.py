@@ -1,4 +1,4 @@
-"""Rows with gaps through vLLM's own model, in a real engine: what a prefill computes, or refused."""
+"""Rows with gaps, run through vLLM's model in a real engine, equal a prefill or are refused."""
 
 from __future__ import annotations
 

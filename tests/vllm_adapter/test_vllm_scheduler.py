@@ -1,4 +1,4 @@
-"""The scheduler's side of the vLLM connector, over made-up requests: who asks, waits, loads, saves."""
+"""The scheduler's side of the vLLM connector looks up, loads, waits and saves for made-up requests."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Settings of the vLLM connector: what is wrong with one is said in words."""
+"""Errors of the vLLM connector's settings name the setting, the value and the choices."""
 
 from __future__ import annotations
 

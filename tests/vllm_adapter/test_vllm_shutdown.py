@@ -1,4 +1,4 @@
-"""What vLLM grants an engine to end in, and what kvkit makes of it."""
+"""kvkit closes before vLLM kills its process, and warns at the start of too short a shutdown time."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Prompts handed off between engines of different tensor-parallel sizes: workers, pages and real sockets."""
+"""Prompts are handed off between engines of different tensor-parallel sizes over real sockets."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Pipelines of every partition share one store: workers of the connector over real pages."""
+"""Pipeline stages of every partition share one store, over real pages."""
 
 from __future__ import annotations
 

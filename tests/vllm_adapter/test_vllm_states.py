@@ -1,4 +1,4 @@
-"""States in vLLM's pages: which blocks hold those at the ends of chunks, and what is refused."""
+"""States at the ends of chunks are found in vLLM's pages, and unsupported layouts are refused."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the connector tells vLLM's logger and Prometheus of several ranks and intervals."""
+"""The connector reports statistics of all ranks and intervals to vLLM's logger and Prometheus."""
 
 from __future__ import annotations
 

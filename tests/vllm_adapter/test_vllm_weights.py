@@ -1,4 +1,4 @@
-"""Weights that change while an engine runs: no KV of others is found, and equal versions share."""
+"""After weights change in a running engine no old KV is found, and equal versions share KV."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The workers' side of the vLLM connector over real tiers and pages, step by step, without an engine."""
+"""The workers' side of the vLLM connector loads and stores over real tiers and pages."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Pages that vLLM writes past are refused when an engine starts: their records would hold something else."""
+"""Engines whose vLLM writes pages differently from their specification are refused at the start."""
 
 from __future__ import annotations
 

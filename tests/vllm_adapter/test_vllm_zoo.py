@@ -1,4 +1,4 @@
-"""A zoo of architectures in a real vLLM engine: whatever way KV comes, the answers are plain vLLM's.
+"""Many architectures in a real vLLM engine give plain vLLM's answers, however their KV arrives.
 
 Tokens say little where weights are random, so log-probabilities are compared. Records that prove themselves
 and hold the wrong KV must be seen. `python tests/vllm_adapter/test_vllm_zoo.py` writes what docs/vllm.md
