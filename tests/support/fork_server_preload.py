@@ -1,4 +1,4 @@
-"""What the fork server of test_faults.py loads once: imports, and kernels ready to run."""
+"""Imports, and kernels ready to run, that the fork server of test_faults.py loads once."""
 
 import numpy as np
 from engine_stub import Engine, small_layout, small_namespace

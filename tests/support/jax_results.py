@@ -1,4 +1,4 @@
-"""What the operations for JAX arrays compute, kept by one version of JAX and compared by another.
+"""Results of the operations for JAX arrays, kept by one version of JAX and compared by another.
 
 python tests/support/jax_results.py FILE writes FILE, or compares with it where it is there. The
 environment's version is tested against the reference, which is in torch; one that runs where torch is not,

@@ -1,4 +1,4 @@
-"""What functions take of memory, measured and limited in a process of their own."""
+"""Functions called in a process of their own, whose memory is measured or limited."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which metrics are documented, and which of them moved between scrapes."""
+"""Names of the documented metrics, and of those that moved between scrapes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The fenced blocks of README and docs, as the tests take them from the pages.
+"""The fenced blocks of README and docs, as tests take them from the pages.
 
 What a page shows is run as it stands: a test that asks `on_page` for a command or a program, or has
 `run_page` run all of a page's Python, counts as running it. `EXCUSE` on the page is for what no test can run.

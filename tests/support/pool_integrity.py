@@ -1,4 +1,4 @@
-"""That a pool in shared memory has all of its room: nothing of it is lost, whoever died."""
+"""A check that a pool in shared memory still has all of its slots, whichever process died."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What tests/lab/test_quality_vllm.py measures in a process with vLLM: printed last, as JSON."""
+"""The measurement in a process with vLLM of tests/lab/test_quality_vllm.py, printed last, as JSON."""
 
 from __future__ import annotations
 

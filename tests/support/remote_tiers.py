@@ -1,4 +1,4 @@
-"""What the tests of tiers on servers share: records, and a server that dies amid a load."""
+"""Records, and a server that dies amid a load, for the tests of tiers on servers."""
 
 from __future__ import annotations
 

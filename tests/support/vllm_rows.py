@@ -1,4 +1,4 @@
-"""What the tests of rows have an engine's process do with its model runner (`Engine.do`, "call")."""
+"""Functions that an engine's process calls on its model runner for the tests of rows (`Engine.do`, "call")."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which versions of vLLM the tests ran with: a row of benchmarks/results/vllm-versions.json each."""
+"""The versions of vLLM that the tests ran with: a row of benchmarks/results/vllm-versions.json each."""
 
 from __future__ import annotations
 
