@@ -1,4 +1,4 @@
-"""Functions that an engine's process calls on its model runner for the tests of rows (`Engine.do`, "call")."""
+"""Functions that an engine's process calls on its model runner for tests of rows (`Engine.do`, "call")."""
 
 from __future__ import annotations
 
