@@ -42,7 +42,7 @@ PYTEST = OMP_NUM_THREADS=1 OMP_WAIT_POLICY=passive $(BIN)/python -m pytest -n $(
 # hundreds of processes import the same files
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: demo setup test tests quick nightly outdated test-vllm-next test-vllm-versions test-nfs test-triton test-jax mutants bench bench-check check docs paper gpu gpu-tests \
+.PHONY: demo setup browser test tests quick nightly outdated test-vllm-next test-vllm-versions test-nfs test-triton test-jax mutants bench bench-check check docs paper gpu gpu-tests \
 	gpu-packages simulate simulate-mutants histories soak clean
 
 $(VENV)/demo.stamp: pyproject.toml $(PINS)
@@ -67,7 +67,11 @@ setup: $(VENV)/dev.stamp  ## the environment that the tests need
 
 test: check tests  ## style, types, floors, documentation and tests
 
-tests: $(VENV)/dev.stamp
+# without npm or its registry the site's tests in a browser are skipped; in CI they fail
+browser: $(VENV)/dev.stamp  ## a headless Chromium for the site's tests, in ~/.cache/kvkit, where none is installed
+	-$(BIN)/python tests/browser.py
+
+tests: $(VENV)/dev.stamp browser
 	$(PYTEST) $(DAILY) $(addprefix --ignore=,$(ENGINES))
 
 $(NEXT_VLLM)/stamp: tests/tools/next_vllm.py | $(VENV)/dev.stamp
@@ -85,7 +89,7 @@ test-vllm-versions: $(NEXT_VLLM)/stamp  ## both vLLMs, steps in turn and overlap
 	done
 	$(BIN)/python -m benchmarks.tables
 
-nightly: $(NEXT_VLLM)/stamp  ## all that CI leaves out: before an issue is closed, and every night
+nightly: $(NEXT_VLLM)/stamp browser  ## all that CI leaves out: before an issue is closed, and every night
 	$(MAKE) check
 	KVKIT_NIGHTLY=1 $(PYTEST) $(addprefix --ignore=,$(ENGINES) $(CONNECTOR))
 	$(MAKE) test-vllm-versions test-nfs test-triton test-jax

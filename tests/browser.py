@@ -106,8 +106,8 @@ class Browser:
         self._loaded = False
         commands, self._to_browser = os.pipe()
         self._from_browser, answers = os.pipe()
-        options = ["--headless", "--disable-gpu", "--remote-debugging-pipe", f"--user-data-dir={profile}"]
-        options.append("--host-resolver-rules=MAP * ~NOTFOUND, EXCLUDE 127.0.0.1")
+        options = ["--headless", "--disable-gpu", "--hide-scrollbars", "--remote-debugging-pipe"]
+        options += [f"--user-data-dir={profile}", "--host-resolver-rules=MAP * ~NOTFOUND, EXCLUDE 127.0.0.1"]
         if os.geteuid() == 0:
             options.append("--no-sandbox")  # Chromium refuses to start as root with it
         # Chromium reads commands from descriptor 3 and writes answers to 4; sh moves them there
@@ -212,5 +212,5 @@ def environment(path: Path) -> dict[str, str]:
 if __name__ == "__main__":
     try:
         print(f"browser: {find() or fetch()}")
-    except OSError as error:
+    except (OSError, subprocess.SubprocessError) as error:
         sys.exit(f"browser: {error}")
