@@ -166,9 +166,8 @@ class Browser:
 
     def resize(self, width: int, height: int = 900) -> None:
         """Give the window a size in CSS pixels."""
-        self.call(
-            "Emulation.setDeviceMetricsOverride", width=width, height=height, deviceScaleFactor=1, mobile=False
-        )
+        size = {"width": width, "height": height}
+        self.call("Emulation.setDeviceMetricsOverride", **size, deviceScaleFactor=1, mobile=False)
 
     def evaluate(self, script: str) -> Any:
         """Return the value of a JavaScript expression, awaited where it is a promise.
