@@ -102,9 +102,8 @@ def test_no_page_scrolls_sideways_or_asks_another_host(site: Path, address: str,
     wider = []
     pages = sorted(path.parent.relative_to(site).as_posix() for path in site.rglob("index.html"))
     assert len(pages) > 50
-    window.call(
-        "Network.setBlockedURLs", urls=["*/search_index.json"]
-    )  # read anew for every page: most of the time
+    # every page would read it anew, which takes most of the time
+    window.call("Network.setBlockedURLs", urls=["*/search_index.json"])
     for page in pages:
         window.open(f"{address}{page}/")
         for width in WIDTHS:
