@@ -69,7 +69,7 @@ test: check tests  ## style, types, floors, documentation and tests
 
 # without npm or its registry the site's tests in a browser are skipped; in CI they fail
 browser: $(VENV)/dev.stamp  ## a headless Chromium for the site's tests, in ~/.cache/kvkit, where none is installed
-	-$(BIN)/python tests/browser.py
+	-$(BIN)/python tests/support/browser.py
 
 tests: $(VENV)/dev.stamp browser
 	$(PYTEST) $(DAILY) $(addprefix --ignore=,$(ENGINES))

