@@ -43,7 +43,7 @@ from kvkit.tiers.testing.contract import SLOT_BYTES, record_names
 MIB = 1 << 20
 STRANGERS = 300
 STRANGER_BYTES = 256 << 10
-"""Of memory for each of `MAX_UNAUTHENTICATED`: docs/handoff.md promises no more."""
+"""Bytes of memory for each of `MAX_UNAUTHENTICATED`, as docs/handoff.md promises."""
 MAX_QUERIES = 500_000
 
 

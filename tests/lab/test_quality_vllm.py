@@ -35,7 +35,7 @@ cli.main()
 
 
 def measured_in_vllm(folder: Path, *arguments: object) -> Any:
-    """What `quality_vllm_program` measures."""
+    """Return the measurements of `quality_vllm_program`."""
     printed, errors = folder / "printed", folder / "errors"
     with open(os.devnull) as nothing, open(printed, "w") as out, open(errors, "w") as bad:
         streams = nothing.fileno(), out.fileno(), bad.fileno()

@@ -34,7 +34,7 @@ WIDER = """
     return root.scrollWidth > root.clientWidth && overflow(root) == "visible" ? "the page" : null;
 })()
 """
-"""What lies beyond the window's right edge, where nothing around it scrolls or clips; else null.
+"""Return the element beyond the window's right edge, where nothing around it scrolls or clips; else null.
 
 The theme lets pages clip it (`overflow-x: hidden`), so that `scrollWidth` alone does not tell.
 """
@@ -71,7 +71,7 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def address(site: Path) -> Iterator[str]:
-    """Where the site is served."""
+    """Serve the site; yield its address."""
     with ThreadingHTTPServer(("127.0.0.1", 0), partial(Handler, directory=site)) as server:
         Thread(target=server.serve_forever, daemon=True).start()
         yield f"http://127.0.0.1:{server.server_port}/"

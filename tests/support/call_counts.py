@@ -10,7 +10,7 @@ from typing import Any
 
 
 def calls(what: Callable[[], object]) -> Counter[str]:
-    """How often which function was called meanwhile, be it Python's or C's."""
+    """Count the calls of each function, of Python or C, while `what` runs."""
     found: Counter[str] = Counter()
 
     def note(frame: FrameType, event: str, function: Any) -> None:

@@ -7,6 +7,6 @@ from pathlib import Path
 ROOT = Path(__file__).parent.parent.parent
 """The repository: programs with it on PYTHONPATH import the kvkit that is tested."""
 TESTS = ROOT / "tests"
-"""What has the packages `simulation`, `histories` and `models`, and the folders of test files."""
+"""The folders of test files, and the packages `simulation`, `histories` and `models`."""
 SUPPORT = TESTS / "support"
 """Modules that test files share, and programs that they start."""

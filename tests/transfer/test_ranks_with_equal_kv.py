@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import threading
 import time
 import uuid
 from collections.abc import Iterator
@@ -144,14 +145,20 @@ def test_a_chunk_that_is_read_while_its_load_waits_for_it_is_put_at_once(
     stored: Path, pool: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(shared_reads, "EXCHANGE_WAIT_S", DEADLINE_S)
+    swapped, swap = threading.Event(), shared_reads.SharedReads._swap
+
+    def swap_and_note(reads: shared_reads.SharedReads, exchange: str) -> None:
+        swap(reads, exchange)
+        swapped.set()
+
+    monkeypatch.setattr(shared_reads.SharedReads, "_swap", swap_and_note)
     with ExitStack() as stack:
         rank, other = opened(stack, 2, stored, pool)
         first = rank.cache.lookup(TOKENS).chunks.names[:1]
         rank.disk.gate.clear()
         threads = stack.enter_context(ThreadPoolExecutor())
         loading = threads.submit(rank.load)
-        assert rank.disk.asked.wait(DEADLINE_S)
-        time.sleep(0.05)  # it waits for its first chunk
+        assert swapped.wait(DEADLINE_S)  # it waits for its first chunk
         rank.disk.gate.set()
         until = time.monotonic() + 5.0
         while not (put_at_once := other.cache.tiers["near"].match_prefix(first)) and time.monotonic() < until:
