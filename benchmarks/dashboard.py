@@ -254,7 +254,7 @@ def main() -> None:
         describe() | {"command": "python -m benchmarks.dashboard"} | measure(given.prometheus, given.seconds)
     )
     (ROOT / f"benchmarks/results/dashboard-{slug()}.json").write_text(json.dumps(found) + "\n")
-    draw(found, ROOT / "docs" / "dashboard.png")
+    draw(found, ROOT / "docs/pictures/dashboard.png")
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Draw the pictures of docs/ from results/, so that none shows what was not measured.
+"""Draw docs/pictures/ from results/, so that none shows what was not measured.
 
 python -m benchmarks.pictures
 """
@@ -47,7 +47,7 @@ PICTURES: dict[str, tuple[str, Callable[[dict[str, Any], Path], None]]] = {
     "timeline.png": ("timeline", _timeline),
     "vllm-blend.png": ("vllm-blend", _vllm_blend),
 }
-"""By file in docs/: whose result it shows, and what draws it."""
+"""By file in docs/pictures/: whose result it shows, and what draws it."""
 
 
 def draw(name: str, path: Path) -> None:
@@ -58,4 +58,4 @@ def draw(name: str, path: Path) -> None:
 
 if __name__ == "__main__":
     for name in PICTURES:
-        draw(name, ROOT / "docs" / name)
+        draw(name, ROOT / "docs/pictures" / name)

@@ -1,6 +1,6 @@
 """The memory of a process that passes far more through its slots than they hold.
 
-python -m benchmarks.resident writes docs/resident.png and results/resident-<machine>.json.
+python -m benchmarks.resident writes docs/pictures/resident.png and results/resident-<machine>.json.
 """
 
 from __future__ import annotations
@@ -142,7 +142,7 @@ def main() -> None:
     }
     path = ROOT / "benchmarks" / "results" / f"resident-{slug()}.json"
     path.write_text(json.dumps(document, indent=1) + "\n")
-    draw(run, ROOT / "docs" / "resident.png")
+    draw(run, ROOT / "docs/pictures/resident.png")
     stored_gb, first_mb = run.stored_bytes / 1e9, run.samples[0].resident_bytes / 1e6
     print(f"{stored_gb:.1f} GB stored; {first_mb:.0f} MB resident, {run.growth_bytes / 1e6:.1f} MB more")
 

@@ -18,22 +18,10 @@ from kvkit.lab.demo.pd import FLOWS, by_tier
 
 ROOT = Path(__file__).parent.parent
 RESULTS = ROOT / "benchmarks" / "results"
-PAGES = (
-    "README.md",
-    "docs/records.md",
-    "docs/simulate.md",
-    "docs/engine.md",
-    "docs/kernels.md",
-    "docs/blend.md",
-    "docs/leaderboard.md",
-    "docs/precision.md",
-    "docs/huggingface.md",
-    "docs/vllm.md",
-    "docs/pd.md",
-    "docs/handoff.md",
-    "docs/scale.md",
-    "docs/prove.md",
-    "docs/operations.md",
+PAGES = tuple(
+    str(path.relative_to(ROOT))
+    for path in [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
+    if "<!-- table:" in path.read_text()
 )
 MACHINE = "amd-epyc-2-cores"
 """Whose results are quoted."""

@@ -1,6 +1,6 @@
 """What a load does when: reads of two tiers, checks, unpacking and write-back on one axis of time.
 
-python -m benchmarks.timeline writes docs/timeline.png and results/timeline-<machine>.json.
+python -m benchmarks.timeline writes docs/pictures/timeline.png and results/timeline-<machine>.json.
 """
 
 from __future__ import annotations
@@ -200,7 +200,7 @@ def main() -> None:
     }
     path = ROOT / "benchmarks" / "results" / f"timeline-{slug()}.json"
     path.write_text(json.dumps(document, indent=1) + "\n")
-    draw(events, ROOT / "docs" / "timeline.png")
+    draw(events, ROOT / "docs/pictures/timeline.png")
     for what, seconds in document["busy_s"].items():
         print(f"{what}: {seconds:.3f} s")
 

@@ -35,15 +35,10 @@ from kvkit.tiers.settings import TierConfig
 from kvkit.transfer.requests import RequestLimits
 
 ROOT = Path(__file__).parent.parent
-PAGES = (
-    "docs/commands.md",
-    "docs/configuration.md",
-    "docs/operations.md",
-    "docs/pd.md",
-    "docs/python.md",
-    "docs/simulate.md",
-    "docs/vllm.md",
-    "tests/README.md",
+PAGES = tuple(
+    str(path.relative_to(ROOT))
+    for path in [*sorted((ROOT / "docs").rglob("*.md")), ROOT / "tests/README.md"]
+    if "<!-- reference:" in path.read_text()
 )
 API = (
     "cache",

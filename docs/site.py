@@ -41,12 +41,13 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
 
 def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Files) -> str:
     """Lead to the pages that are made here. Called by mkdocs."""
-    if "/" in page.file.src_uri:
+    if page.file.src_uri.startswith(("api/", "notebooks/")):
         return markdown
-    markdown = re.sub(r"`examples/(\w+)\.ipynb`", r"[\g<0>](notebooks/\1.md)", markdown)
-    if page.file.src_uri == "python.md":
+    up = "../" * page.file.src_uri.count("/")
+    markdown = re.sub(r"`examples/(\w+)\.ipynb`", rf"[\g<0>]({up}notebooks/\1.md)", markdown)
+    if page.file.src_uri == "reference/python.md":
         markdown = re.sub(
-            r"^## `kvkit\.([\w.]+)`$", r"## [`kvkit.\1`](api/\1.md)", markdown, flags=re.MULTILINE
+            r"^## `kvkit\.([\w.]+)`$", rf"## [`kvkit.\1`]({up}api/\1.md)", markdown, flags=re.MULTILINE
         )
     return markdown
 
@@ -62,7 +63,7 @@ def module_page(module: str) -> str:
                 if isinstance(inner, ast.FunctionDef) and inner.name[0] != "_" and ast.get_docstring(inner):
                     parts += [f"### `{node.name}.{inner.name}`", f"```python\n{signature(inner)}\n```"]
                     parts.append(described(inner))
-    return "\n\n".join([*parts, "[All modules](../python.md)", ""])
+    return "\n\n".join([*parts, "[All modules](../reference/python.md)", ""])
 
 
 def signature(node: ast.ClassDef | ast.FunctionDef) -> str:

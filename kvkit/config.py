@@ -1,6 +1,7 @@
 """Configuration: one TOML file, completed by KVKIT_* environment variables, opens a cache.
 
-`docs/configuration.md` has an example and lists every setting; `docs/recipes.md` covers tiers on servers.
+`docs/reference/configuration.md` has an example and lists every setting; `docs/serve/recipes.md` covers
+tiers on servers.
 """
 
 from __future__ import annotations

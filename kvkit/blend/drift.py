@@ -4,8 +4,8 @@ The KV of a document that was computed alone has a random error and a systematic
 of its tokens. A question attends to many tokens a little, so random errors cancel out and systematic ones add
 up. The context that a token lost is known in advance: in a full prefill it attends to all tokens before it;
 alone, it attended only to those of its document. The change of recomputed tokens grows with the logarithm of
-the ratio of the two (docs/leaderboard.md). The slope of this change, by least squares through the origin,
-estimates the change of all other reused tokens.
+the ratio of the two (docs/evidence/leaderboard.md). The slope of this change, by least squares through the
+origin, estimates the change of all other reused tokens.
 """
 
 from __future__ import annotations

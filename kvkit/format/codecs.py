@@ -1,7 +1,7 @@
 """Compressed records: each layer is compressed on its own, so any Zarr reader can open them.
 
-A record describes itself, so neither function needs its layout. Codecs are off by default: `docs/records.md`
-lists the savings and costs of each on real KV.
+A record describes itself, so neither function needs its layout. Codecs are off by default:
+`docs/reference/records.md` lists the savings and costs of each on real KV.
 """
 
 from __future__ import annotations

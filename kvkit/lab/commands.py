@@ -29,7 +29,7 @@ def demo(
         bool, typer.Option("--pd", help="compare a prefill and a decode engine of vLLM with plain vLLM")
     ] = False,
     flow: Annotated[
-        str, typer.Option(help="with --pd: handoff, pool, pull or both; docs/pd.md describes them")
+        str, typer.Option(help="with --pd: handoff, pool, pull or both; docs/serve/pd.md describes them")
     ] = "both",
     blend: Annotated[
         bool,

@@ -1,7 +1,7 @@
 """Tiers of other packages, found by the entry-point group `kvkit.tiers`.
 
-A package registers a factory in that group under a `kind`, which configurations name. docs/tiers.md has an
-example.
+A package registers a factory in that group under a `kind`, which configurations name.
+docs/research/own-tier.md has an example.
 """
 
 from __future__ import annotations

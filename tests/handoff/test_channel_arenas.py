@@ -136,7 +136,7 @@ def test_only_one_arena_is_taken(tmp_path: Path, arena: Staging) -> None:
 def test_no_thread_for_an_arena_costs_the_connection_alone(
     tmp_path: Path, arena: Staging, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What the simulation found (docs/interleavings.md): it was an error that nobody expected."""
+    """What the simulation found (docs/evidence/verification.md): it was an error that nobody expected."""
     assert arena.descriptor is not None
     before = open_descriptors()
     peer = Passing(tmp_path)

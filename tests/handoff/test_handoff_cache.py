@@ -144,7 +144,7 @@ def test_prefill_to_decode(engine: Engine, prefill: Cache, decode: Cache) -> Non
 
 
 def test_the_example_of_the_page_runs(engine: Engine, prefill: Cache, decode: Cache) -> None:
-    code = on_page("docs/handoff.md", "from kvkit.handoff")
+    code = on_page("docs/reference/protocol.md", "from kvkit.handoff")
     table = engine.table(len(TOKENS))
     engine.compute(TOKENS, table)
     given: dict[str, Any] = {"prefill": prefill, "decode": decode, "tokens": TOKENS}
@@ -188,7 +188,8 @@ class Hostile:
 def test_what_was_verified_stays_so_where_memory_is_not_shared(
     engine: Engine, tmp_path: Path, shared: bool
 ) -> None:
-    """A sender that goes on writing when its transfer is done: docs/handoff.md says who is trusted."""
+    """A sender that goes on writing when its transfer is done: docs/reference/protocol.md says who is
+    trusted."""
     gc.collect()  # mappings of earlier tests end with what maps them
     before = shared_arenas()
     with (

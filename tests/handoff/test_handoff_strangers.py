@@ -43,7 +43,7 @@ from kvkit.tiers.testing.contract import SLOT_BYTES, record_names
 MIB = 1 << 20
 STRANGERS = 300
 STRANGER_BYTES = 256 << 10
-"""Bytes of memory for each of `MAX_UNAUTHENTICATED`, as docs/handoff.md promises."""
+"""Bytes of memory for each of `MAX_UNAUTHENTICATED`, as docs/reference/protocol.md promises."""
 MAX_QUERIES = 500_000
 
 

@@ -1,6 +1,6 @@
 """Every decoder of transformers gives the same tokens and logits from a cache, or is refused by name.
 
-`python tests/huggingface/test_decoders.py` writes the table of docs/huggingface.md.
+`python tests/huggingface/test_decoders.py` writes the table of docs/research/huggingface.md.
 """
 
 from __future__ import annotations
@@ -116,7 +116,7 @@ def _words(error: Exception) -> str:
 
 
 def main() -> None:
-    """Measure every kind, and write what docs/huggingface.md shows."""
+    """Measure every kind, and write what docs/research/huggingface.md shows."""
     found = {}
     for kind in KINDS:
         with tempfile.TemporaryDirectory() as folder:

@@ -132,7 +132,7 @@ def test_csv_has_a_row_for_each_trial(tmp_path: Path) -> None:
 
 def test_the_pages_picture(tmp_path: Path) -> None:
     trials.write_csv(tmp_path / "trials.csv", lines())
-    script = on_page("docs/tuning.md", "import csv")
+    script = on_page("docs/research/tuning.md", "import csv")
     subprocess.run(
         [sys.executable, "-c", script], cwd=tmp_path, env=os.environ | {"MPLBACKEND": "agg"}, check=True
     )

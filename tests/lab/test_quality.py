@@ -312,13 +312,13 @@ def run(*arguments: object) -> Any:
 
 @pytest.mark.nightly
 def test_bench_blend(folder: Path, tmp_path: Path) -> None:
-    """As docs/blend.md has it, with one sample of few tokens, and a small model in the place of SmolLM2's."""
+    """As docs/serve/documents.md has it, with one sample of few tokens, of a small model."""
     place = tmp_path / "kvkit" / "models" / smollm2.NAME
     place.parent.mkdir(parents=True)
     place.symlink_to(folder)
     sizes = {"--samples 40": "--samples 1", "--samples 10": "--samples 1"}
     sizes |= {"--tokens 1024": "--tokens 512", "--tokens 4096": "--tokens 512"}
-    command = on_page("docs/blend.md", "kvkit bench blend")
+    command = on_page("docs/serve/documents.md", "kvkit bench blend")
     done = run_shell(command, tmp_path, sizes, XDG_CACHE_HOME=str(tmp_path))
     assert done.stdout.count("retrieval, 1 samples") == 2
     found = json.loads((tmp_path / "blend-1k.json").read_text())
@@ -357,11 +357,11 @@ def test_bench_blend_asks_what_it_is_told_to(folder: Path, tmp_path: Path) -> No
 def test_the_leaderboard_has_every_method_of_every_model(
     folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As docs/leaderboard.md has it, with a sample of a few tokens and one task, of one small model."""
+    """As docs/evidence/leaderboard.md has it, with one sample and task, of one small model."""
     monkeypatch.setattr(leaderboard, "RESULTS", tmp_path)
     small = {"smollm2 gemma": f"{folder} --tasks 'needle keys' --auxiliary {folder}"}
     small |= {"--samples 10": "--samples 1", "--tokens 1024": "--tokens 512"}
-    page = on_page("docs/leaderboard.md", "python -m benchmarks.leaderboard smollm2")
+    page = on_page("docs/evidence/leaderboard.md", "python -m benchmarks.leaderboard smollm2")
     (command,) = leaderboard.commands(shlex.split(changed(page, small))[3:])
     assert run(*command).exit_code == 0
     (path,) = tmp_path.glob(f"leaderboard-{slug_of(folder.name)}-512-*.json")
@@ -386,10 +386,10 @@ def test_names_that_stand_together_are_drawn_apart() -> None:
 
 @pytest.mark.nightly
 def test_rows_against_answers(folder: Path, tmp_path: Path) -> None:
-    """As docs/leaderboard.md has it, with a sample of a few tokens and a small model."""
+    """As docs/evidence/leaderboard.md has it, with a sample of a few tokens and a small model."""
     small = {"--tokens 4096": f"--tokens 512 --model {folder}", "--samples 4": "--samples 1"}
     small |= {"--json ": f"--json {tmp_path}/"}
-    command = changed(on_page("docs/leaderboard.md", "kvkit bench blend --tokens 4096"), small)
+    command = changed(on_page("docs/evidence/leaderboard.md", "kvkit bench blend --tokens 4096"), small)
     assert run(*shlex.split(command)[1:]).exit_code == 0
     _, *rows = leaderboard.curve(tmp_path / "blend-rows-4k.json")
     shares = {name: float(rows.removesuffix("%")) for name, rows, *_ in rows}
@@ -401,8 +401,8 @@ def test_rows_against_answers(folder: Path, tmp_path: Path) -> None:
 
 @pytest.mark.nightly
 def test_what_is_overpaid(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As docs/leaderboard.md has it, with a sample of a few tokens and a small model."""
-    page = on_page("docs/leaderboard.md", "python -m benchmarks.lost_context")
+    """As docs/evidence/leaderboard.md has it, with a sample of a few tokens and a small model."""
+    page = on_page("docs/evidence/leaderboard.md", "python -m benchmarks.lost_context")
     words = [*shlex.split(page)[3:-1], str(tmp_path / "lost.json"), "--model", str(folder), "--samples", "1"]
     monkeypatch.setattr("sys.argv", ["lost_context", *words, "--tokens", "512", "768"])
     lost_context.main()

@@ -160,7 +160,7 @@ def test_broken_traces(tmp_path: Path, text: str, words: tuple[str, ...]) -> Non
         assert word in str(caught.value)
 
 
-@pytest.mark.parametrize("source", ["docs/simulate.md", "kvkit/lab/simulate/traces.py"])
+@pytest.mark.parametrize("source", ["docs/research/simulate.md", "kvkit/lab/simulate/traces.py"])
 def test_the_examples_of_the_page_are_read(source: str, tmp_path: Path) -> None:
     """Each line of JSON that the page and the module show, with a first line where it needs one."""
     shown = (ROOT / source).read_text()

@@ -329,7 +329,7 @@ def test_what_the_policy_leaves_out_is_every_tier_in_order() -> None:
 
 
 def test_the_example_on_the_page_loads(tmp_path: Path) -> None:
-    config = load_config(write(tmp_path, blocks("docs/configuration.md", "toml")[0].text))
+    config = load_config(write(tmp_path, blocks("docs/reference/configuration.md", "toml")[0].text))
     assert config.chunk_tokens == 256
     assert list(config.tiers) == ["memory", "disk"]
     assert config.resolved_policy() == Policy.default(["memory", "disk"])

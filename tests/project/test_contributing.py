@@ -45,7 +45,7 @@ def run(copy: Path, *arguments: str, **more: str) -> str:
 
 def test_a_new_tier_is_a_class_and_a_row(copy: Path) -> None:
     opening = indent(on_page("CONTRIBUTING.md", "@classmethod"), "    ")
-    tier = on_page("docs/tiers.md", '"""sqlite_tier.py').partition("\n\n\ndef open_tier")[0]
+    tier = on_page("docs/research/own-tier.md", '"""sqlite_tier.py').partition("\n\n\ndef open_tier")[0]
     (copy / "kvkit/tiers/sqlite_tier.py").write_text(f"{tier}\n\n{opening}")
     row = indent(on_page("CONTRIBUTING.md", '"sqlite"'), "    ")
     insert(copy / "kvkit/tiers/registry.py", '    "memory": TierKind(', row.rstrip())

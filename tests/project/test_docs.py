@@ -47,17 +47,20 @@ def test_tables_come_from_the_results(page: str) -> None:
     assert render(text) == text, "run: python -m benchmarks.tables"
 
 
-@pytest.mark.parametrize("name", sorted(path.name for path in (ROOT / "docs").glob("*.png")))
+@pytest.mark.parametrize("name", sorted(path.name for path in (ROOT / "docs/pictures").glob("*.png")))
 def test_pictures_come_from_the_results(name: str, tmp_path: Path) -> None:
     """Drawn anew they are the same, but for what another version of matplotlib does to an edge."""
     draw(name, tmp_path / name)
-    here, there = (image.imread(folder / name) for folder in (tmp_path, ROOT / "docs"))
+    here, there = (image.imread(folder / name) for folder in (tmp_path, ROOT / "docs/pictures"))
     assert here.shape == there.shape, "run: python -m benchmarks.pictures"
     assert np.abs(here - there).mean() < 0.002, "run: python -m benchmarks.pictures"
 
 
 def test_the_timeline_shows_what_its_page_says() -> None:
-    assert "A record is verified by the thread that read it" in (ROOT / "docs/engine.md").read_text()
+    assert (
+        "A record is verified by the thread that read it"
+        in (ROOT / "docs/evidence/performance.md").read_text()
+    )
     events = json.loads((RESULTS / f"timeline-{MACHINE}.json").read_text())["events"]
     by_kind = {kind: {e["thread"] for e in events if e["kind"] == kind} for kind in ("verify", "unpack")}
     assert all(thread.startswith(("kvkit-disk-", "kvkit-s3-")) for thread in by_kind["verify"])
@@ -141,17 +144,12 @@ def test_what_pages_and_examples_import_is_listed_as_public() -> None:
 
 @pytest.mark.parametrize("module", reference.API)
 def test_every_public_class_and_function_is_on_the_page_and_says_what_it_is(module: str) -> None:
-    text = (ROOT / "docs/python.md").read_text().split(f"\n## `kvkit.{module}`\n")[1].split("\n## ")[0]
+    text = (
+        (ROOT / "docs/reference/python.md").read_text().split(f"\n## `kvkit.{module}`\n")[1].split("\n## ")[0]
+    )
     for node in reference.public(ast.parse(reference.source_of(module).read_text())):
         assert f"\n| `{node.name}` | " in text, f"kvkit.{module}.{node.name}; run: make docs"
         assert ast.get_docstring(node), f"kvkit.{module}.{node.name} has no docstring"
-
-
-def test_the_index_leads_to_every_page() -> None:
-    text = (ROOT / "docs/index.md").read_text()
-    assert {f"docs/{name}" for name in re.findall(r"\]\(([\w.-]+\.md)\)", text)} | {"docs/index.md"} == set(
-        SITE
-    )
 
 
 PROMISES = re.compile(
@@ -160,12 +158,12 @@ PROMISES = re.compile(
 )
 """Words that promise or deny: what stands on a page so is forgotten there when it is made."""
 TRUE = {
-    ("docs/pd.md", "the P that will be done first"): "of requests",
-    ("docs/pd.md", "yet to compute"): "of requests",
-    ("docs/pd.md", "has had no request for yet"): "of an engine",
-    ("docs/recipes.md", "# a future; other work"): "of `concurrent.futures`",
-    ("docs/recipes.md", "asks a future to stop"): "the same",
-    ("docs/recipes.md", "will be asked for again"): "of a prompt",
+    ("docs/serve/pd.md", "the P that will be done first"): "of requests",
+    ("docs/serve/pd.md", "yet to compute"): "of requests",
+    ("docs/serve/pd.md", "has had no request for yet"): "of an engine",
+    ("docs/serve/recipes.md", "# a future; other work"): "of `concurrent.futures`",
+    ("docs/serve/recipes.md", "asks a future to stop"): "the same",
+    ("docs/serve/recipes.md", "will be asked for again"): "of a prompt",
 }
 """(page, where such a word may stand): what it is about."""
 
@@ -195,7 +193,7 @@ def test_no_page_promises_or_denies_what_may_exist(page: str) -> None:
     ],
 )
 def test_a_promise_is_found(text: str) -> None:
-    assert promises("docs/concepts.md", text)
+    assert promises("docs/reference/glossary.md", text)
 
 
 def test_what_may_be_said_is_still_said() -> None:
@@ -205,7 +203,7 @@ def test_what_may_be_said_is_still_said() -> None:
 
 @pytest.mark.parametrize("gpu", ["nvidia-h100-80gb-hbm3", "nvidia-h200"])
 def test_what_a_page_says_of_a_gpu_is_in_its_results(gpu: str) -> None:
-    """docs/kernels.md: all defaults are right, equal runs give equal bits, the sanitizer finds nothing."""
+    """All defaults are right, equal runs give equal bits, the sanitizer finds nothing."""
     path = RESULTS / f"gpu-{gpu}.json"
     found = json.loads(path.read_text())["results"]
     right = [line["right"] for line in found if line["step"] == "defaults"]
@@ -267,13 +265,13 @@ def test_metrics_and_paths_that_are_named_exist() -> None:
     paths = re.findall(r"127\.0\.0\.1:9477(/\w+)", text)
     assert paths
     assert all(f" {path} " in (http.__doc__ or "") for path in paths)
-    rules = [yaml.safe_load(block.text) for block in blocks("docs/operations.md", "yaml")]
+    rules = [yaml.safe_load(block.text) for block in blocks("docs/serve/operate.md", "yaml")]
     assert {rule["expr"] for rule in rules[1]["groups"][0]["rules"]}
     assert rules[0]["scrape_configs"][0]["static_configs"][0]["targets"] == [f"127.0.0.1:{DEFAULT_PORT}"]
 
 
 def test_operations_says_what_the_circuit_does() -> None:
-    text = (ROOT / "docs/operations.md").read_text()
+    text = (ROOT / "docs/serve/operate.md").read_text()
     first, *others = (f"{pause:.0f} s" for pause in health.PAUSES_S)
     assert f"For {first}, then {', '.join(others)} at most" in text
     assert f"{health.FAILURES_TO_PAUSE} failures in a row, or one timeout" in text
@@ -281,7 +279,9 @@ def test_operations_says_what_the_circuit_does() -> None:
 
 
 def test_settings_that_take_the_place_of_lmcaches_exist() -> None:
-    rows = re.findall(r"^\| `.*\| (.*?) \| .*\|$", (ROOT / "docs/lmcache.md").read_text(), re.MULTILINE)
+    rows = re.findall(
+        r"^\| `.*\| (.*?) \| .*\|$", (ROOT / "docs/serve/from-lmcache.md").read_text(), re.MULTILINE
+    )
     names = re.findall(r"`([\w.]+)`", "".join(rows))
     assert len(names) > 20
     tables: dict[str, type[BaseModel]] = {"tiers": TierConfig, "policy": PolicyConfig, "server": ServerConfig}
@@ -300,7 +300,7 @@ def test_settings_that_take_the_place_of_lmcaches_exist() -> None:
 
 
 def test_each_promise_of_security_names_a_test_that_is_there() -> None:
-    text = (ROOT / "docs/security.md").read_text().split("\n## ", 2)[2]
+    text = (ROOT / "docs/serve/security.md").read_text().split("\n## ", 2)[2]
     promises = re.findall(r"^- \*\*.*?(?=^- |^## |\Z)", text, re.DOTALL | re.MULTILINE)
     assert len(promises) > 15
     for promise in promises:

@@ -133,25 +133,25 @@ def configure(page: str, folder: Path, extra: str = "") -> None:
 
 
 def test_keys_and_records_are_of_use_without_a_cache() -> None:
-    run_page("docs/concepts.md")
+    run_page("docs/reference/glossary.md")
 
 
 def test_recipes_run_and_print_what_they_say(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    configure("docs/recipes.md", tmp_path)
+    configure("docs/serve/recipes.md", tmp_path)
     monkeypatch.chdir(tmp_path)
-    run_page("docs/recipes.md")
+    run_page("docs/serve/recipes.md")
 
 
 def test_the_example_of_fewer_bits_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    configure("docs/precision.md", tmp_path)
+    configure("docs/serve/precision.md", tmp_path)
     monkeypatch.chdir(tmp_path)
-    run_page("docs/precision.md")
+    run_page("docs/serve/precision.md")
 
 
 @pytest.mark.nightly
 def test_the_example_of_blending_runs_and_prints_what_it_says() -> None:
-    done = run_page("docs/blend.md")
-    text = (ROOT / "docs/blend.md").read_text()
+    done = run_page("docs/serve/documents.md")
+    text = (ROOT / "docs/serve/documents.md").read_text()
     assert f"Of {len(done['prompt'])} tokens {done['done'].reused_tokens} are reused" in text
     assert len(done["new"]) == 16
 
@@ -164,9 +164,9 @@ def test_the_endpoint_of_operations_answers(tmp_path: Path, monkeypatch: pytest.
     (tmp_path / ".curlrc").write_text('silent\nfail\nwrite-out = "\\n---\\n"\n')
     monkeypatch.chdir(tmp_path)
     (port,) = free_ports(1)
-    configure("docs/operations.md", tmp_path, f"port = {port}\n")
-    with run_page("docs/operations.md", {str(DEFAULT_PORT): str(port)})["cache"]:
-        lines = on_page("docs/operations.md", "token=")
+    configure("docs/serve/operate.md", tmp_path, f"port = {port}\n")
+    with run_page("docs/serve/operate.md", {str(DEFAULT_PORT): str(port)})["cache"]:
+        lines = on_page("docs/serve/operate.md", "token=")
         shell = run_shell(lines, tmp_path, {str(DEFAULT_PORT): str(port)})
     answers = shell.stdout.split("\n---\n")
     assert "kvkit_lookups_total 0.0" in answers.pop(1)
@@ -190,14 +190,14 @@ RECIPES = {
 
 @pytest.mark.parametrize("title", RECIPES)
 def test_recipes_of_files(title: str, tmp_path: Path) -> None:
-    for number, recipe in enumerate(section("docs/recipes.md", title)):
+    for number, recipe in enumerate(section("docs/serve/recipes.md", title)):
         settings = tiny(recipe, tmp_path / str(number))
         assert stored(settings) == WHOLE
         assert loaded(settings, 2) == RECIPES[title], recipe
 
 
 def test_the_recipe_of_one_host(tmp_path: Path) -> None:
-    (recipe,) = section("docs/recipes.md", "One host, eight engines")
+    (recipe,) = section("docs/serve/recipes.md", "One host, eight engines")
     settings = tiny(recipe, tmp_path)
     settings["tiers"]["pool"]["url"] = url = f"shm://recipe-{os.getpid()}"
     try:
@@ -209,7 +209,7 @@ def test_the_recipe_of_one_host(tmp_path: Path) -> None:
 
 def test_the_recipe_of_half_the_bytes(tmp_path: Path) -> None:
     """The memory and disk of the first recipe, with records that are less than half as large."""
-    (recipe,) = section("docs/recipes.md", "Half the bytes")
+    (recipe,) = section("docs/serve/recipes.md", "Half the bytes")
     plain = {name: value for name, value in recipe.items() if name != "precision"}
     sizes = []
     for number, settings in enumerate((recipe, plain)):
@@ -221,7 +221,7 @@ def test_the_recipe_of_half_the_bytes(tmp_path: Path) -> None:
 
 
 def test_the_memory_of_staging_only_keeps_nothing(tmp_path: Path) -> None:
-    (recipe,) = section("docs/recipes.md", "Disk only (staging-only)")
+    (recipe,) = section("docs/serve/recipes.md", "Disk only (staging-only)")
     settings = tiny(recipe | {"tiers": {"memory": {"capacity": "1GiB"}, **recipe["tiers"]}}, tmp_path)
     stored(settings)
     cache, place = opened(settings)
@@ -232,7 +232,7 @@ def test_the_memory_of_staging_only_keeps_nothing(tmp_path: Path) -> None:
 
 
 def test_what_one_node_stored_is_written_back_on_another(tmp_path: Path) -> None:
-    (recipe,) = section("docs/recipes.md", "Write back after validation")
+    (recipe,) = section("docs/serve/recipes.md", "Write back after validation")
     here = tiny(recipe, tmp_path)
     there = here | {"tiers": {"shared": here["tiers"]["shared"]}, "policy": {}}
     assert stored(there) == WHOLE
@@ -242,7 +242,7 @@ def test_what_one_node_stored_is_written_back_on_another(tmp_path: Path) -> None
 
 def test_prefill_finds_what_decode_stored_and_the_other_way_round(tmp_path: Path) -> None:
     prefill, decode = (
-        tiny(role, tmp_path) for role in section("docs/recipes.md", "Store here, retrieve there")
+        tiny(role, tmp_path) for role in section("docs/serve/recipes.md", "Store here, retrieve there")
     )
     assert stored(decode) == WHOLE
     assert stored(prefill) == 0
@@ -254,7 +254,7 @@ def test_prefill_finds_what_decode_stored_and_the_other_way_round(tmp_path: Path
 def test_pools_of_two_sizes_share_a_store(tmp_path: Path) -> None:
     prefill, decode = (
         tiny(role, tmp_path)
-        for role in section("docs/recipes.md", "Two pools of different tensor parallelism")
+        for role in section("docs/serve/recipes.md", "Two pools of different tensor parallelism")
     )
     (address,) = decode["handoff"]["listen"]
     assert "{rank}" in address
@@ -265,7 +265,9 @@ def test_pools_of_two_sizes_share_a_store(tmp_path: Path) -> None:
 
 def test_ranks_have_disks_of_their_own(tmp_path: Path) -> None:
     recipe = next(
-        r for r in section("docs/recipes.md", "Several disks") if r["tiers"]["disk"]["spread"] == "by_rank"
+        r
+        for r in section("docs/serve/recipes.md", "Several disks")
+        if r["tiers"]["disk"]["spread"] == "by_rank"
     )
     settings = tiny(recipe, tmp_path)
     for rank in (0, 1):
@@ -274,7 +276,7 @@ def test_ranks_have_disks_of_their_own(tmp_path: Path) -> None:
 
 
 def test_a_quota_holds_for_one_tenant(tmp_path: Path) -> None:
-    (recipe,) = section("docs/recipes.md", "Quotas, eviction, pins")
+    (recipe,) = section("docs/serve/recipes.md", "Quotas, eviction, pins")
     settings = tiny(recipe, tmp_path)
     settings["tiers"]["memory"]["quota"] = "60kB"  # one chunk of two
     cache, place = opened(settings)
@@ -289,7 +291,7 @@ def test_a_quota_holds_for_one_tenant(tmp_path: Path) -> None:
 
 
 def test_the_recipe_for_s3(tmp_path: Path, s3: S3Server) -> None:  # noqa: F811
-    (recipe,) = section("docs/recipes.md", "S3")
+    (recipe,) = section("docs/serve/recipes.md", "S3")
     settings = tiny(recipe, tmp_path)
     settings["tiers"]["bucket"]["options"] |= s3.options
     settings["tiers"]["bucket"]["url"] = f"s3://{s3.BUCKET}/{tmp_path.name}"
@@ -299,8 +301,8 @@ def test_the_recipe_for_s3(tmp_path: Path, s3: S3Server) -> None:  # noqa: F811
 
 def test_the_recipe_for_redis(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """With the rights that the recipe names, and the password in the environment."""
-    (recipe,) = section("docs/recipes.md", "Redis, Valkey")
-    (rights,) = re.findall(r"`(~kvkit:\* .*?)`", (ROOT / "docs/recipes.md").read_text())
+    (recipe,) = section("docs/serve/recipes.md", "Redis, Valkey")
+    (rights,) = re.findall(r"`(~kvkit:\* .*?)`", (ROOT / "docs/serve/recipes.md").read_text())
     settings = tiny(recipe, tmp_path)
     user = settings["tiers"]["redis"]["username"]
     with RedisServer(tmp_path, "valkey", f"user {user} on >a-long-password {rights}") as running:
@@ -318,7 +320,7 @@ def test_a_list_from_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
         "KVKIT_CHUNK_TOKENS=128",
         "KVKIT_POLICY__STORE_TO='[\"disk\"]'",
     ):
-        assert variable in (ROOT / "docs/configuration.md").read_text()
+        assert variable in (ROOT / "docs/reference/configuration.md").read_text()
         name, _, value = variable.partition("=")
         monkeypatch.setenv(name, value.strip("'"))
     config = load_config()
@@ -326,7 +328,7 @@ def test_a_list_from_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_what_wins_over_what(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As docs/configuration.md says: settings over the environment's, whole tables over the file's."""
+    """As the page says: settings over the environment's, whole tables over the file's."""
     path = tmp_path / "kvkit.toml"
     path.write_text("[server]\nenabled = true\nport = 1\n")
     monkeypatch.setenv("KVKIT_SERVER__PORT", "2")
@@ -338,12 +340,14 @@ def test_what_wins_over_what(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
 
 
 def install_the_tier(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Install the package of docs/tiers.md below `folder` and put it on the path; returns its sources."""
+    """Install own-tier.md's package below `folder` and put it on the path; returns its sources."""
     source, site = folder / "kvkit-sqlite", folder / "site"
     source.mkdir()
-    (source / "sqlite_tier.py").write_text(on_page("docs/tiers.md", '"""sqlite_tier.py'))
-    (source / "test_sqlite_tier.py").write_text(on_page("docs/tiers.md", '"""test_sqlite_tier.py'))
-    (source / "pyproject.toml").write_text(blocks("docs/tiers.md", "toml")[0].text)
+    (source / "sqlite_tier.py").write_text(on_page("docs/research/own-tier.md", '"""sqlite_tier.py'))
+    (source / "test_sqlite_tier.py").write_text(
+        on_page("docs/research/own-tier.md", '"""test_sqlite_tier.py')
+    )
+    (source / "pyproject.toml").write_text(blocks("docs/research/own-tier.md", "toml")[0].text)
     pip = [sys.executable, "-m", "pip", "install", "--no-deps", "--no-build-isolation", "--target", str(site)]
     done = subprocess.run([*pip, str(source)], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
@@ -402,7 +406,7 @@ def test_the_readme_example_reuses_what_it_stored(size: str, tmp_path: Path) -> 
 
 @pytest.mark.nightly
 def test_transformers_goes_on_from_a_prefill_as_the_page_has_it(tmp_path: Path) -> None:
-    code = on_page("docs/huggingface.md", "import numpy as np")
+    code = on_page("docs/research/huggingface.md", "import numpy as np")
     here = environment(tmp_path)
     run = subprocess.run([sys.executable, "-c", code], env=here, capture_output=True, text=True, check=False)
     assert run.returncode == 0, run.stderr

@@ -1,4 +1,4 @@
-"""docs/structure.md and the glossary name rooms, files and words that exist."""
+"""docs/reference/structure.md and the glossary name rooms, files and words that exist."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ import pytest
 from repository import ROOT
 from test_floors import FLOOR, FLOORS, PACKAGE, files
 
-PAGE = (ROOT / "docs/structure.md").read_text()
-GLOSSARY = (ROOT / "docs/concepts.md").read_text().split("\n## Words\n")[1].split("\n## ")[0]
+PAGE = (ROOT / "docs/reference/structure.md").read_text()
+GLOSSARY = (ROOT / "docs/reference/glossary.md").read_text().split("\n## Words\n")[1].split("\n## ")[0]
 
 
 def quoted(text: str) -> list[str]:

@@ -1,4 +1,4 @@
-"""The kernel of docs/tuning.md is tuned on the CPU, checked, and compiled for a GPU."""
+"""The kernel of docs/research/tuning.md is tuned on the CPU, checked, and compiled for a GPU."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ HOST_SIZES = ("rows=4096", "rows=16", "rows=64", "rows=256", "rows=1024")
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    (tmp_path / "my_kernels.py").write_text(on_page("docs/tuning.md", '"""my_kernels.py'))
+    (tmp_path / "my_kernels.py").write_text(on_page("docs/research/tuning.md", '"""my_kernels.py'))
     return tmp_path
 
 
@@ -38,7 +38,7 @@ def mine(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[ModuleType]:
 @pytest.mark.nightly
 def test_the_pages_commands(folder: Path) -> None:
     done = run_shell(
-        on_page("docs/tuning.md", "kvkit tune --problems"), folder, KVKIT_TUNED=str(folder / "tuned")
+        on_page("docs/research/tuning.md", "kvkit tune --problems"), folder, KVKIT_TUNED=str(folder / "tuned")
     )
     (line,) = (
         text for text in done.stdout.splitlines() if text.startswith("largest_host of 4096 rows: tuned")

@@ -92,7 +92,7 @@ def stems(name: str) -> set[str]:
 
 def glossary() -> dict[str, str]:
     """By term, the names of the code that it is at home in, below their modules' folders."""
-    section = (ROOT / "docs/concepts.md").read_text().split("\n## Words\n")[1].split("\n## ")[0]
+    section = (ROOT / "docs/reference/glossary.md").read_text().split("\n## Words\n")[1].split("\n## ")[0]
     rows = [line.strip("|").split(" | ") for line in section.splitlines() if line.startswith("| ")][1:]
     return {row[0].strip(): re.sub(r"\b\w+\.", "", row[-1], count=1) for row in rows}
 

@@ -339,7 +339,7 @@ def test_an_engine_that_is_gone_is_not_believed(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("replay", [True, False])
 def test_numbers_that_go_on_after_a_new_start_are_not_believed(replay: bool, tmp_path: Path) -> None:
-    """What the simulation found (docs/interleavings.md): nobody has seen the engine down."""
+    """What the simulation found (docs/evidence/verification.md): nobody has seen the engine down."""
 
     async def follow() -> None:
         publisher = Publisher(tmp_path)

@@ -2,6 +2,7 @@
 
 What a page shows is run as it stands: a test that asks `on_page` for a command or a program, or has
 `run_page` run all of a page's Python, counts as running it. `EXCUSE` on the page is for what no test can run.
+A `text` block right after a command is what it prints: `check_printed` compares the two.
 """
 
 from __future__ import annotations
@@ -22,12 +23,12 @@ from repository import ROOT
 PAGES = (
     "README.md",
     "CONTRIBUTING.md",
-    *sorted(str(path.relative_to(ROOT)) for path in (ROOT / "docs").glob("*.md")),
+    *sorted(str(path.relative_to(ROOT)) for path in (ROOT / "docs").rglob("*.md")),
 )
 RUNNABLE = ("sh", "bash", "console", "python")
 DATA = ("toml", "yaml", "json", "text")
-EXCUSE = "Not run by the tests: "
-"""What the paragraph after a block says that no test runs; then comes why."""
+EXCUSE = "<!-- not run: "
+"""The beginning of a comment after a block that no test runs; then comes why."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,12 +38,14 @@ class Block:
     Attributes:
         language: empty where the page gives none.
         after: the paragraph that follows it.
+        expected: the `text` block that follows it with at most a paragraph between; else empty.
     """
 
     page: str
     language: str
     text: str
     after: str
+    expected: str = ""
 
     def __str__(self) -> str:
         return f"{self.page}: {self.text.splitlines()[0]}"
@@ -53,8 +56,10 @@ def blocks(page: str, *languages: str) -> list[Block]:
     text = (ROOT / page).read_text()
     found = []
     for fenced in re.finditer(r"^ *```(\w*)\n(.*?)^ *```$", text, re.DOTALL | re.MULTILINE):
-        after = text[fenced.end() :].strip().partition("\n\n")[0]
-        found.append(Block(page, fenced[1], fenced[2], after))
+        rest = text[fenced.end() :].strip()
+        after = rest.partition("\n\n")[0]
+        printed = re.match(r"(?:(?!```)[^\n]+\n)*\n?```text\n(.*?)^```$", rest, re.DOTALL | re.MULTILINE)
+        found.append(Block(page, fenced[1], fenced[2], after, printed[1] if printed else ""))
     return [block for block in found if not languages or block.language in languages]
 
 
@@ -62,6 +67,29 @@ def on_page(page: str, start: str) -> str:
     """The text of the one block of a page that begins with `start`."""
     (block,) = (block for block in blocks(page) if block.text.startswith(start))
     return block.text
+
+
+def check_printed(page: str, start: str, printed: str) -> None:
+    """Compare what a command printed with what the page shows after its block, which begins with `start`.
+
+    Lines of the page must be among the printed ones, in order. Numbers and paths match any of their kind,
+    an ellipsis matches anything, and white space any white space.
+
+    Raises:
+        AssertionError: the page shows nothing, or a line that was not printed.
+    """
+    (block,) = (block for block in blocks(page) if block.text.startswith(start))
+    assert block.expected, f"{block}: no output is shown"
+    lines = iter(printed.splitlines())
+    for line in filter(str.strip, block.expected.splitlines()):
+        assert any(re.fullmatch(_shape(line), other.strip()) for other in lines), f"{line!r} not in {printed}"
+
+
+def _shape(line: str) -> str:
+    """A pattern for a line as a page shows it."""
+    shape = re.escape(" ".join(line.split())).replace("…", ".*").replace(r"\ ", r"\s+")
+    shape = re.sub(r"\d+(?:\\\.\d+)?(?:[\\,]+\d{3})*", lambda _: r"\d[\d.,]*", shape)
+    return re.sub(r"(?:/tmp|/home)[\w/.-]*", lambda _: r"/[\w/.-]+", shape)
 
 
 def run_page(page: str, changes: Mapping[str, str] | None = None) -> dict[str, Any]:

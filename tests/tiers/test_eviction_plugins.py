@@ -45,15 +45,17 @@ def evicted(policy: str) -> list[str]:
 
 
 def test_the_policy_of_the_page_evicts_what_lru_keeps(module: Path) -> None:
-    module.write_text(on_page("docs/simulate.md", "from kvkit.tiers.eviction.policies"))
+    module.write_text(on_page("docs/research/simulate.md", "from kvkit.tiers.eviction.policies"))
     assert evicted("lru") == ["a"]
     assert evicted("own_policy:Largest") == ["b"]
 
 
 def test_the_command_of_the_page_finds_it_in_the_current_folder(tmp_path: Path) -> None:
-    (tmp_path / "largest.py").write_text(on_page("docs/simulate.md", "from kvkit.tiers.eviction.policies"))
+    (tmp_path / "largest.py").write_text(
+        on_page("docs/research/simulate.md", "from kvkit.tiers.eviction.policies")
+    )
     (tmp_path / "hybrid.toml").write_text(HYBRID)
-    command = on_page("docs/simulate.md", "kvkit simulate agents --config hybrid.toml --compare")
+    command = on_page("docs/research/simulate.md", "kvkit simulate agents --config hybrid.toml --compare")
     run_shell(command, tmp_path, {"agents": "agents --requests 100", "8GiB": "4GiB"})
     lru, largest = json.loads((tmp_path / "largest.json").read_text())["runs"]
     assert (lru["policy"], largest["policy"]) == ("lru", "largest:Largest")
@@ -63,7 +65,9 @@ def test_the_command_of_the_page_finds_it_in_the_current_folder(tmp_path: Path) 
 
 @pytest.mark.nightly
 def test_commands_that_read_a_configuration_find_it_there(tmp_path: Path) -> None:
-    (tmp_path / "largest.py").write_text(on_page("docs/simulate.md", "from kvkit.tiers.eviction.policies"))
+    (tmp_path / "largest.py").write_text(
+        on_page("docs/research/simulate.md", "from kvkit.tiers.eviction.policies")
+    )
     tier = {"url": str(tmp_path / "kv"), "capacity": "1MiB", "eviction": "largest:Largest"}
     lines = "\n".join(f"{name} = {json.dumps(value)}" for name, value in tier.items())
     (tmp_path / "kvkit.toml").write_text(f"[tiers.disk]\n{lines}\n")
@@ -74,7 +78,7 @@ def test_commands_that_read_a_configuration_find_it_there(tmp_path: Path) -> Non
 
 
 def test_settings_of_the_cache_and_the_simulator_name_it(module: Path) -> None:
-    module.write_text(on_page("docs/simulate.md", "from kvkit.tiers.eviction.policies"))
+    module.write_text(on_page("docs/research/simulate.md", "from kvkit.tiers.eviction.policies"))
     tier = {"capacity": "1MiB", "eviction": "own_policy:Largest"}
     assert load_config(tiers={"memory": tier}).tiers["memory"].eviction == "own_policy:Largest"
     simulated = SimulationConfig.model_validate({"tiers": {"memory": tier}})

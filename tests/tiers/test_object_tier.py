@@ -139,7 +139,7 @@ def test_a_put_under_way_is_no_hit_and_keeps_its_room(staging: Staging) -> None:
 def test_what_is_put_while_it_is_forgotten_stays_counted(
     forgets: str, tmp_path: Path, staging: Staging, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What the simulation found (docs/interleavings.md): its room was given to others."""
+    """What the simulation found (docs/evidence/verification.md): its room was given to others."""
     names, held = record_names(2), dict[str, bool]()
     with closing(ObjectTier(TierConfig(url=str(tmp_path), capacity=SLOT_BYTES, threads=2))) as tier:
         tier.subscribe(lambda names, now: held.update(dict.fromkeys(names, now)))
@@ -174,7 +174,7 @@ def test_what_is_put_while_it_is_forgotten_stays_counted(
 def test_what_is_forgotten_while_it_is_written_keeps_its_room(
     meanwhile: str, tmp_path: Path, staging: Staging
 ) -> None:
-    """What the simulation found (docs/interleavings.md): the tier would hold more than its capacity."""
+    """What the simulation found: the tier would hold more than its capacity."""
     config = TierConfig(url=str(tmp_path), capacity=2 * SLOT_BYTES)
     names = record_names(4)
     with closing(ObjectTier(config)) as tier:

@@ -169,7 +169,7 @@ def test_a_get_asks_no_tier_that_is_passed_over(tmp_path: Path) -> None:
 
 
 def test_a_prefetch_that_outlasts_its_cache_keeps_no_slot(tmp_path: Path) -> None:
-    """What the simulation found (docs/interleavings.md)."""
+    """What the simulation found (docs/evidence/verification.md)."""
     engine, tokens = make_engine(), sequence(4)
     fill(engine, tmp_path, tokens)
     staging = new_staging(engine, 8)

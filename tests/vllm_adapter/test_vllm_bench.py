@@ -30,9 +30,9 @@ FEW = (
 
 @pytest.mark.nightly
 def test_kvkit_hits_what_plain_vllm_computes(tmp_path: Path) -> None:
-    """As docs/vllm.md has it typed, with a small model and few requests: nobody says how much it may take."""
+    """As docs/serve/vllm.md has it typed, with a small model and few requests."""
     model = save_with_tokenizer(tmp_path / "model")
-    command = on_page("docs/vllm.md", "kvkit bench serve --model")
+    command = on_page("docs/serve/vllm.md", "kvkit bench serve --model")
     done = run_shell(command, tmp_path, {"--model MODEL": f"--model {model} {FEW}"}, **ENVIRONMENT)
     assert re.search(
         r"vLLM's blocks: \d+\.\d GiB for each of 2; .* are available, 1\.2 GiB of them for tiers", done.stdout

@@ -1,4 +1,4 @@
-"""The commands of docs/vllm.md work on real vLLM without a GPU."""
+"""The commands of docs/serve/vllm.md work on real vLLM without a GPU."""
 
 from __future__ import annotations
 
@@ -25,16 +25,18 @@ def test_the_first_experiment_on_a_cpu(tmp_path: Path) -> None:
 
     (And nothing is compiled, in one process: it starts sooner.)
     """
-    settings = blocks("docs/vllm.md", "toml")[0].text
+    settings = blocks("docs/serve/vllm.md", "toml")[0].text
     (tmp_path / "kvkit.toml").write_text(settings.replace("file:///tmp", f"file://{tmp_path}"))
     (port,) = free_ports(1)
     there = {":8000/": f":{port}/"}
-    serve = on_page("docs/vllm.md", "MODEL=$(python")
+    serve = on_page("docs/serve/vllm.md", "MODEL=$(python")
     changes = {"--served-model-name": f"--port {port} --enforce-eager --served-model-name"}
     promised = [
-        block.text.strip() for block in blocks("docs/vllm.md", "text") if "prompt tokens hit" in block.text
+        block.text.strip()
+        for block in blocks("docs/serve/vllm.md", "text")
+        if "prompt tokens hit" in block.text
     ]
-    again = on_page("docs/vllm.md", "curl -X POST http://127.0.0.1:8000/reset_prefix_cache")
+    again = on_page("docs/serve/vllm.md", "curl -X POST http://127.0.0.1:8000/reset_prefix_cache")
     reset, ask = again.splitlines()
     cached, told = [], []
 
@@ -45,7 +47,7 @@ def test_the_first_experiment_on_a_cpu(tmp_path: Path) -> None:
         told.append(_told(served)[-1])
 
     with Typed(tmp_path, serve, changes, port, **INFO) as served:
-        have_told(on_page("docs/vllm.md", 'python -c "\nimport json'))
+        have_told(on_page("docs/serve/vllm.md", 'python -c "\nimport json'))
         have_told(ask)
         assert json.loads(run_shell(reset, tmp_path, there).stdout) == {"success": True}
         have_told(ask)

@@ -1,4 +1,4 @@
-"""The quick start of docs/pd.md works on real vLLM, with its files and commands as typed."""
+"""The quick start of docs/serve/pd.md works on real vLLM, with its files and commands as typed."""
 
 from __future__ import annotations
 
@@ -75,19 +75,19 @@ def started(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Started]:
         "8192": "2000",
         "enabled = true": f"port = {asked}\nenabled = true",
     }
-    (folder / "prefill.toml").write_text(on_page("docs/pd.md", "# prefill.toml"))
-    (folder / "decode.toml").write_text(changed(on_page("docs/pd.md", "# decode.toml"), socket | sizes))
+    (folder / "prefill.toml").write_text(on_page("docs/serve/pd.md", "# prefill.toml"))
+    (folder / "decode.toml").write_text(changed(on_page("docs/serve/pd.md", "# decode.toml"), socket | sizes))
     serve = f"python -m vllm.entrypoints.openai.api_server --model {model} {SMALL}"
     lines = {
-        "prefill": (p, on_page("docs/pd.md", "vllm serve MODEL --port 8001"), {"8001": f"{p}"}),
-        "decode": (d, on_page("docs/pd.md", "vllm serve MODEL --port 8002"), {"8002": f"{d}"}),
+        "prefill": (p, on_page("docs/serve/pd.md", "vllm serve MODEL --port 8001"), {"8001": f"{p}"}),
+        "decode": (d, on_page("docs/serve/pd.md", "vllm serve MODEL --port 8002"), {"8002": f"{d}"}),
     }
     prefill, decode = (
         Typed(folder, line, {"vllm serve MODEL": serve} | change, where, **ENVIRONMENT)
         for where, line, change in lines.values()
     )
     places = {"8000": str(port), "8001": str(p), "8002": str(d), "9477": str(asked)} | socket
-    router = Typed(folder, on_page("docs/pd.md", "kvkit router --port 8000"), places, port)
+    router = Typed(folder, on_page("docs/serve/pd.md", "kvkit router --port 8000"), places, port)
     for name, process in (("prefill", prefill), ("decode", decode), ("router", router)):
         process.log = folder / f"{name}.log"
     with together(prefill, decode), router:

