@@ -5,7 +5,8 @@ from __future__ import annotations
 import ast
 import re
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
+from functools import cache
 from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 
@@ -109,6 +110,7 @@ def modules() -> list[str]:
     return sorted(n for n in names if not n.endswith("__init__"))
 
 
+@cache
 def imports(module: str, top_level_only: bool = False) -> set[str]:
     """Absolute names that a module imports."""
     tree = ast.parse((PACKAGE / Path(*module.split("."))).with_suffix(".py").read_text())
@@ -143,7 +145,7 @@ def files(*folders: str) -> list[Path]:
 
 def functions(path: Path) -> Iterator[ast.FunctionDef | ast.AsyncFunctionDef]:
     """Every function and method of a file but for compiled kernels."""
-    for node in ast.walk(ast.parse(path.read_text())):
+    for node in parsed(path):
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
             decorators = map(ast.unparse, node.decorator_list)
             if not any(map(KERNELS.match, decorators)) and "jax.Ref" not in ast.unparse(node.args):
@@ -157,9 +159,15 @@ def parameters(function: ast.FunctionDef | ast.AsyncFunctionDef) -> list[str]:
     return names[1:] if names[:1] in (["self"], ["cls"]) else names
 
 
+@cache
+def parsed(path: Path) -> list[ast.AST]:
+    """Every node of a file."""
+    return list(ast.walk(ast.parse(path.read_text())))
+
+
 def classes(path: Path) -> Iterator[ast.ClassDef]:
     """Every class of a file."""
-    return (node for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.ClassDef))
+    return (node for node in parsed(path) if isinstance(node, ast.ClassDef))
 
 
 def long_ones() -> dict[str, int]:
@@ -228,46 +236,58 @@ def test_no_function_takes_more_than_a_reader_holds() -> None:
     assert many == {}
 
 
-@pytest.mark.parametrize("module", modules())
-def test_imports_come_from_lower_floors(module: str) -> None:
-    package = module.split(".")[0]
-    own = FLOOR[package]
-    if module.endswith(".commands"):  # these may read a configuration, and nobody stands on them but the cli
-        own = max(own, FLOOR["config"] + 1)
-    for name in imports(module):
-        floor = floor_of(name)
-        inside = name.startswith(f"kvkit.{package}.") and (PACKAGE / package).is_dir()
-        assert floor is None or inside or floor < own, f"kvkit.{module} imports {name}"
-        assert package == "cli" or ".commands." not in name, f"kvkit.{module} imports {name}"
+def test_imports_come_from_lower_floors() -> None:
+    wrong = []
+    for module in modules():
+        package = module.split(".")[0]
+        own = FLOOR[package]
+        if module.endswith(
+            ".commands"
+        ):  # these may read a configuration, and nobody stands on them but the cli
+            own = max(own, FLOOR["config"] + 1)
+        for name in imports(module):
+            floor = floor_of(name)
+            inside = name.startswith(f"kvkit.{package}.") and (PACKAGE / package).is_dir()
+            if not (floor is None or inside or floor < own) or (package != "cli" and ".commands." in name):
+                wrong.append(f"kvkit.{module} imports {name}")
+    assert wrong == []
 
 
-@pytest.mark.parametrize("module", PURE)
-def test_pure_modules_touch_nothing_outside(module: str) -> None:
-    assert not {name.split(".")[0] for name in imports(module)} & IMPURE
+def importing(names: set[str], found: Iterable[str], top_level_only: bool = False) -> dict[str, set[str]]:
+    """By module of `found`, which of the packages `names` it imports; nothing of those that import none."""
+    packages = {m: {name.split(".")[0] for name in imports(m, top_level_only)} & names for m in found}
+    return {module: wrong for module, wrong in packages.items() if wrong}
 
 
-@pytest.mark.parametrize(
-    "module", [m for m in modules() if m.split(".")[0] not in ("adapters", "kernels") and m not in IN_VLLM]
-)
-def test_the_library_imports_no_engine_at_the_top(module: str) -> None:
-    assert not {name.split(".")[0] for name in imports(module, top_level_only=True)} & HEAVY
+def test_pure_modules_touch_nothing_outside() -> None:
+    assert importing(IMPURE, PURE) == {}
 
 
-@pytest.mark.parametrize("module", [m for m in modules() if m.startswith("adapters.engine.")])
-def test_what_every_engine_needs_imports_none(module: str) -> None:
-    found = imports(module)
-    assert not {name.split(".")[0] for name in found} & HEAVY
-    assert not any(name.startswith(("kvkit.adapters.vllm", "kvkit.adapters.huggingface")) for name in found)
+def test_the_library_imports_no_engine_at_the_top() -> None:
+    library = [m for m in modules() if m.split(".")[0] not in ("adapters", "kernels") and m not in IN_VLLM]
+    assert importing(HEAVY, library, top_level_only=True) == {}
 
 
-@pytest.mark.parametrize("module", [m for m in modules() if m.split(".")[0] == "router"])
-def test_the_router_knows_no_engine(module: str) -> None:
-    found = imports(module)
-    assert not {name.split(".")[0] for name in found} & (HEAVY | {"torch"})
-    assert not any(name.startswith("kvkit.adapters") for name in found)
+def test_what_every_engine_needs_imports_none() -> None:
+    shared = [m for m in modules() if m.startswith("adapters.engine.")]
+    assert shared
+    assert importing(HEAVY, shared) == {}
+    adapters = ("kvkit.adapters.vllm", "kvkit.adapters.huggingface")
+    assert [m for m in shared if any(name.startswith(adapters) for name in imports(m))] == []
 
 
-@pytest.mark.parametrize("folder", ["kernels", "adapters"])
-def test_no_init_shadows_another_package(folder: str) -> None:
-    assert not (PACKAGE.parent / folder / "__init__.py").exists()
-    assert (PACKAGE / folder).is_symlink()
+def test_the_router_knows_no_engine() -> None:
+    router = [m for m in modules() if m.split(".")[0] == "router"]
+    assert router
+    assert importing(HEAVY | {"torch"}, router) == {}
+    assert [m for m in router if any(name.startswith("kvkit.adapters") for name in imports(m))] == []
+
+
+def test_an_import_of_an_engine_is_found() -> None:
+    assert importing({"vllm"}, ["adapters.vllm.connector"]) == {"adapters.vllm.connector": {"vllm"}}
+
+
+def test_no_init_shadows_another_package() -> None:
+    for folder in ("kernels", "adapters"):
+        assert not (PACKAGE.parent / folder / "__init__.py").exists()
+        assert (PACKAGE / folder).is_symlink()
