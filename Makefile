@@ -87,7 +87,7 @@ test-vllm-versions: $(NEXT_VLLM)/stamp  ## both vLLMs, steps in turn and overlap
 	for path in "" $(NEXT_VLLM); do \
 		KVKIT_TESTS_OVERLAP=1 PYTHONPATH=$$path $(PYTEST) -q --record-vllm $(OVERLAPPING) || exit 1; \
 	done
-	$(BIN)/python -m benchmarks.tables
+	$(BIN)/python -m benchmarks.report.tables
 
 nightly: $(NEXT_VLLM)/stamp browser  ## all that CI leaves out: before an issue is closed, and every night
 	$(MAKE) check
@@ -150,11 +150,11 @@ docs: $(VENV)/dev.stamp  ## the documentation, with its generated tables: site/i
 	$(BIN)/mkdocs build --strict
 
 bench: $(VENV)/dev.stamp  ## ratios against the roofline and the peers; results in benchmarks/results/
-	$(BIN)/python -m benchmarks.run
+	$(BIN)/python -m benchmarks.report.run
 
 bench-check: $(VENV)/dev.stamp  ## what has become slower since the last commit, beyond noise, on the hot paths
-	$(BIN)/python -m benchmarks.check --counts
-	$(BIN)/python -m benchmarks.check
+	$(BIN)/python -m benchmarks.report.check --counts
+	$(BIN)/python -m benchmarks.report.check
 
 paper: $(VENV)/dev.stamp  ## paper/build/kvkit.pdf, every figure from benchmarks/results/
 	$(BIN)/python -m paper.build

@@ -15,7 +15,7 @@ from typing import Any
 
 import typst
 
-from benchmarks import leaderboard
+from benchmarks.research import leaderboard
 from kvkit.blend import gate, plan
 from kvkit.format import names, record
 from kvkit.kernels.pages.reference import LARGEST

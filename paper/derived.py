@@ -9,8 +9,8 @@ from typing import Any
 
 import numpy as np
 
-from benchmarks.leaderboard import of_full
-from benchmarks.tables_gpu import fastest
+from benchmarks.report.tables_gpu import fastest
+from benchmarks.research.leaderboard import of_full
 from kvkit.lab.quality.statistics import bootstrap
 
 

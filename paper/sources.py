@@ -178,7 +178,7 @@ SOURCES: Mapping[str, Source] = {
     },
     "leaderboard": Source(
         "leaderboard-smollm2-{machine}.json",
-        "python -m benchmarks.leaderboard smollm2",
+        "python -m benchmarks.research.leaderboard smollm2",
         (
             *("model", "samples", "tokens", "sets/*/*/f1"),
             *(f"overall/*/{field}" for field in ("rows", "kl", "f1", "f1_ahead")),
@@ -187,7 +187,7 @@ SOURCES: Mapping[str, Source] = {
     ),
     "lost_context": Source(
         "lost-context-{machine}.json",
-        "python -m benchmarks.lost_context",
+        "python -m benchmarks.research.lost_context",
         tuple(f"runs/*/{field}" for field in ("tokens", "exact", "alone", "slope")),
     ),
     "blend_rows": Source(
@@ -202,7 +202,7 @@ SOURCES: Mapping[str, Source] = {
     ),
     "served": Source(
         "vllm-blend-{machine}.json",
-        "python -m benchmarks.vllm_blend",
+        "python -m benchmarks.serving.vllm_blend",
         (
             *("results/*/documents", "results/*/prompt_tokens"),
             *(f"results/*/ttft_s/{way}" for way in ("plain", "blended", "naive", "hit, on", "hit, off")),
@@ -223,7 +223,7 @@ SOURCES: Mapping[str, Source] = {
     ),
     "pd": Source(
         "pd-{machine}.json",
-        "python -m benchmarks.pd_peers",
+        "python -m benchmarks.serving.pd_peers",
         (
             *("rounds", "token_bytes"),
             *(f"results/*/{field}" for field in ("way", "prompt_tokens", "hit_tokens", "same_tokens")),
@@ -231,7 +231,7 @@ SOURCES: Mapping[str, Source] = {
         ),
     ),
     "sending": Source(
-        "sending-{machine}.json", "python -m benchmarks.sending", ("round_s/sent", "round_s/kept")
+        "sending-{machine}.json", "python -m benchmarks.serving.sending", ("round_s/sent", "round_s/kept")
     ),
     **{
         f"flow_{flow}": Source(
@@ -266,7 +266,7 @@ SOURCES: Mapping[str, Source] = {
     ),
     "precision": Source(
         "precision-{machine}.json",
-        "python -m benchmarks.precision",
+        "python -m benchmarks.research.precision",
         (
             "models/*/samples",
             *(f"models/*/forms/*/{field}" for field in ("kl", "top1", "bytes_per_token", "store", "load")),
@@ -274,7 +274,7 @@ SOURCES: Mapping[str, Source] = {
     ),
     "hybrid": Source(
         "vllm-hybrid-{machine}.json",
-        "python -m benchmarks.vllm_hybrid",
+        "python -m benchmarks.serving.vllm_hybrid",
         (
             "results/*/prompt_tokens",
             *(f"results/*/ttft_s/{way}" for way in ("computed", "own", "hit", "hit, without", "new")),
@@ -288,22 +288,22 @@ SOURCES: Mapping[str, Source] = {
     ),
     "queued": Source(
         "queued-{machine}.json",
-        "python -m benchmarks.queued",
+        "python -m benchmarks.serving.queued",
         ("hit_tokens", "gap_s/prefetched", "gap_s/not"),
     ),
     "many": Source(
         "many-requests-{machine}.json",
-        "python -m benchmarks.many_requests",
+        "python -m benchmarks.serving.many_requests",
         ("results/*/requests", "results/*/slowest_step_s", "results/*/seconds_per_request/*"),
     ),
     "scale": Source(
         "scale-{machine}.json",
-        "python -m benchmarks.bench_scale",
+        "python -m benchmarks.research.scale",
         tuple(f"results/*/{field}" for field in ("part", "records", "bytes_per_record", "lookups_per_s")),
     ),
     "timeline": Source(
         "timeline-{machine}.json",
-        "python -m benchmarks.timeline",
+        "python -m benchmarks.serving.timeline",
         (
             *("settings/chunks", "settings/length", "settings/slots"),
             *(f"events/*/{field}" for field in ("kind", "thread", "begin_s", "end_s")),
@@ -311,34 +311,34 @@ SOURCES: Mapping[str, Source] = {
     ),
     "snapshots": Source(
         "snapshots.json",
-        "python -m benchmarks.snapshots",
+        "python -m benchmarks.research.snapshots",
         tuple(f"runs/*/{field}" for field in ("trace", "snapshot_every", "written_bytes", "hit_rate")),
     ),
     "frontier": Source(
         "frontier.json",
-        "python -m benchmarks.frontier",
+        "python -m benchmarks.research.frontier",
         ("requests", *(f"runs/*/{field}" for field in ("trace", "share", "asked", "bound", "hits/lru"))),
     ),
     "fleet": Source(
         "fleet.json",
-        "python -m benchmarks.fleet",
+        "python -m benchmarks.research.fleet",
         tuple(f"runs/*/{field}" for field in ("engines", "layout", "hit_rate")),
     ),
     "replay": Source(
         "replay.json",
-        "python -m benchmarks.replay",
+        "python -m benchmarks.serving.replay",
         tuple(
             f"rows/*/{field}" for field in ("trace", "requests", "policy", "share", "hits", "simulated_hits")
         ),
     ),
     "routing": Source(
         "routing.json",
-        "python -m benchmarks.bench_routing",
+        "python -m benchmarks.research.routing",
         tuple(f"runs/*/{field}" for field in ("trace", "route", "hit_rate")),
     ),
     "simulated": Source(
         "simulate.json",
-        "python -m benchmarks.bench_simulate",
+        "python -m benchmarks.micro.bench_simulate",
         tuple(f"runs/*/{field}" for field in ("trace", "share", "policy", "hit_rate")),
     ),
 }
@@ -370,7 +370,7 @@ def read(folder: Path, machine: str) -> dict[str, Any]:
 def missing(results: Mapping[str, Mapping[str, Any]]) -> Iterator[str]:
     """A line for every benchmark that is not there, or not with all its figures: its name and command."""
     for name, fields in NEEDED.items():
-        command = f"run `python -m benchmarks.run benchmarks/bench_{name.split('::')[0]}.py`"
+        command = f"run `python -m benchmarks.report.run benchmarks/micro/bench_{name.split('::')[0]}.py`"
         if name not in results:
             yield f"  {name}: {command}"
             continue

@@ -65,7 +65,7 @@ TESTS = (
         (*PYTEST, *(f"tests/{file}" for file in FILES)),
         360,
     ),
-    Step("benchmarks", (sys.executable, "-m", "benchmarks.run", "benchmarks/bench_gpu.py"), 170),
+    Step("benchmarks", (sys.executable, "-m", "benchmarks.report.run", "benchmarks/gpu/bench_gpu.py"), 170),
 )
 """`make gpu-tests`."""
 
@@ -93,7 +93,7 @@ def main() -> int:
 
 def environment(out: Path) -> dict[str, str]:
     """That of the steps: carried packages before others, and a carried Triton cache."""
-    paths = [ROOT, ROOT / "benchmarks", *([packages.SITE] if packages.fits_here() else [])]
+    paths = [ROOT, *([packages.SITE] if packages.fits_here() else [])]
     paths += filter(None, [os.environ.get("PYTHONPATH")])
     settings = {"PYTHONPATH": os.pathsep.join(map(str, paths)), "PYTHONUNBUFFERED": "1", "COLUMNS": "150"}
     settings |= {"OUT": str(out), "KVKIT_RESULTS": str(out), "KVKIT_TUNED": str(out / "tuned")}

@@ -13,9 +13,9 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from benchmarks.folders import RESULTS
 from kvkit.environment import slug_of
 
-RESULTS = Path(__file__).parent.parent / "results"
 METRICS = (
     "gpu__time_duration.sum",
     "gpu__dram_throughput.avg.pct_of_peak_sustained_elapsed",

@@ -1,7 +1,7 @@
 """Objects in a bucket of S3, Google Cloud Storage or Azure, through obstore.
 
 A put is a single request, so an object is visible only when it is complete. A read is streamed into its slot:
-for large records this takes 0.6 of the time of collecting the body first (benchmarks/bench_s3.py).
+for large records this takes 0.6 of the time of collecting the body first (benchmarks/micro/bench_s3.py).
 
 `Bucket` detects two peculiarities of stores from their answers: some deny access to missing objects, as S3
 does to users who may not list, and some do not support conditional puts.

@@ -6,7 +6,7 @@ files left by killed writers from those still being written.
 
 Writes bypass the page cache if the file system permits O_DIRECT: this takes a fraction of the time and CPU,
 and keeps other files in the cache. Reads use the cache: warm reads are much faster, cold ones no slower.
-benchmarks/bench_files.py measures both choices.
+benchmarks/micro/bench_files.py measures both choices.
 
 KV reveals its prompts: only the owner may access files and folders, whatever the umask, unless `Access` lets
 others share the store.

@@ -167,7 +167,7 @@ class RedisTier(ThreadedTier):
         """Send commands and read each reply's payload into its buffer; return the bytes, None for nil.
 
         This bypasses redis-py, which copies a payload two or three times and takes almost twice as long
-        (benchmarks/bench_s3.py). Mutates `buffers`.
+        (benchmarks/micro/bench_s3.py). Mutates `buffers`.
         """
         with self._translate_errors(name, "cannot be read"):
             deadline = time.monotonic() + self._timeout_s

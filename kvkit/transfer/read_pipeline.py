@@ -29,7 +29,7 @@ MAX_IN_FLIGHT = 32
 
 THROTTLED_READS = 4
 """Maximum records requested by a throttled load, in multiples of a tier's `reads_at_once`. With less, a
-prefetch from two tiers loses the gain of reading them in parallel (benchmarks/bench_engine.py)."""
+prefetch from two tiers loses the gain of reading them in parallel (benchmarks/micro/bench_engine.py)."""
 
 
 class PlanReads:

@@ -11,9 +11,9 @@ import pytest
 from transformers import AutoConfig
 from waiting import wait_for
 
-from benchmarks.engines import BLOCK, TOKEN_BYTES, awake
-from benchmarks.pd_peers import PROMPT_TOKENS, Handed, summary, systems
-from benchmarks.tables import MACHINE, render
+from benchmarks.report.tables import MACHINE, render
+from benchmarks.serving.engines import BLOCK, TOKEN_BYTES, awake
+from benchmarks.serving.pd_peers import PROMPT_TOKENS, Handed, summary, systems
 from kvkit.adapters.huggingface import smollm2
 from kvkit.adapters.vllm.settings import read_settings
 

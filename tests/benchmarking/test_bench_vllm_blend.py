@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 
-from benchmarks.engines import BLOCK
-from benchmarks.tables import MACHINE, render
-from benchmarks.vllm_blend import transfer
+from benchmarks.report.tables import MACHINE, render
+from benchmarks.serving.engines import BLOCK
+from benchmarks.serving.vllm_blend import transfer
 from kvkit.adapters.vllm.settings import read_settings
 
 TOKENS = {"exact": 640, "blended": 1346, "recomputed": 190, "computed": 21}

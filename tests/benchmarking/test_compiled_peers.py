@@ -13,7 +13,7 @@ from repository import ROOT
 
 def test_attention_takes_no_more_instructions_than_flex_attention(tmp_path: Path) -> None:
     path = tmp_path / "peers.json"
-    command = [sys.executable, "-m", "benchmarks.compiled_peers", "--json", str(path)]
+    command = [sys.executable, "-m", "benchmarks.research.compiled_peers", "--json", str(path)]
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     ran = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, env=environment)
     assert ran.returncode == 0, ran.stderr

@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 
-from benchmarks import tables_gpu
 from benchmarks.gpu.keep import merged
 from benchmarks.gpu.results import Results
+from benchmarks.report import tables_gpu
 from kvkit.kernels.tuning.problems import every_problem
 from kvkit.kernels.tuning.tables import SHIPPED, build_of, read_table
 

@@ -4,16 +4,14 @@ from __future__ import annotations
 
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 
-from benchmarks import check
+from benchmarks.report import check
 
-BENCHMARKS = Path(check.__file__).parent
 COUNTED = """
 import threading
-from hot_paths import Calls
+from benchmarks.report.hot_paths import Calls
 
 def once(): pass
 
@@ -48,7 +46,11 @@ def test_no_path_does_more_than_is_recorded() -> None:
 
 def test_calls_are_counted_in_every_thread() -> None:
     done = subprocess.run(
-        [sys.executable, "-c", COUNTED], cwd=BENCHMARKS, stdout=subprocess.PIPE, text=True, check=True
+        [sys.executable, "-c", COUNTED],
+        env=check.environment_of(check.ROOT),
+        stdout=subprocess.PIPE,
+        text=True,
+        check=True,
     )
     assert done.stdout.split() == ["1", "3", "True"]
 

@@ -10,8 +10,8 @@ import pytest
 from byte_tokens import encode
 from random_models import random_model
 
-from benchmarks import leaderboard
-from benchmarks.lost_context import by_loss, paid, slope
+from benchmarks.research import leaderboard
+from benchmarks.research.lost_context import by_loss, paid, slope
 from kvkit.lab.quality.judge import Judge
 from kvkit.lab.quality.tasks.registry import samples
 

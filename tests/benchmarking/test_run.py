@@ -1,4 +1,4 @@
-"""`python -m benchmarks.run` keeps the results of benchmarks that passed when others fail."""
+"""`python -m benchmarks.report.run` keeps the results of benchmarks that passed when others fail."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def start(file: Path, second: str = "pass") -> subprocess.Popen[str]:
     # a benchmark within a worker of pytest-xdist measures nothing
     environment = {name: value for name, value in os.environ.items() if not name.startswith("PYTEST_XDIST")}
     return subprocess.Popen(
-        [sys.executable, "-m", "benchmarks.run", str(file)],
+        [sys.executable, "-m", "benchmarks.report.run", str(file)],
         cwd=ROOT,
         env=environment | {"KVKIT_RESULTS": str(file.parent / "results")},
         stdout=subprocess.PIPE,
@@ -84,7 +84,7 @@ def test_pytest_measures_a_benchmark_as_it_is_typed() -> None:
                 sys.executable,
                 "-m",
                 "pytest",
-                "benchmarks/bench_record.py",
+                "benchmarks/micro/bench_record.py",
                 "-k",
                 "cost_per_record",
                 *few,

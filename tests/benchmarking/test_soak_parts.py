@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from repository import ROOT
 
-from benchmarks import soak
+from benchmarks.soak import __main__ as soak
 from kvkit.environment import describe
 
 pytestmark = [pytest.mark.nightly, pytest.mark.timeout(900)]  # beside others
@@ -33,7 +33,7 @@ def quick(name: str, folder: Path) -> dict[str, Any]:
 
 
 def test_handoff(tmp_path: Path) -> None:
-    found = quick("soak_handoff", tmp_path)
+    found = quick("soak.handoff", tmp_path)
     assert found["done"]["requests"] >= 120
     assert found["outcomes"]["done"] > 0
     assert found["done"]["of them used where it is checked"] > 0
@@ -41,7 +41,7 @@ def test_handoff(tmp_path: Path) -> None:
 
 
 def test_router(tmp_path: Path) -> None:
-    found = quick("soak_router", tmp_path)
+    found = quick("soak.router", tmp_path)
     done = found["done"]
     assert done["requests"] >= 80
     assert done["requests"] == done["right"] + done["errors"] + done["clients that left"]
@@ -52,7 +52,7 @@ def test_router(tmp_path: Path) -> None:
 
 
 def test_shared_memory(tmp_path: Path) -> None:
-    found = quick("soak_shm", tmp_path)
+    found = quick("soak.shm", tmp_path)
     assert min(found["calls"]["store"], found["calls"]["load"]) > 0
     assert found["done"]["calls"] >= 300
     assert found["done"]["chunks loaded and compared"] > found["done"]["of them when all rested"] > 0
@@ -86,7 +86,7 @@ def run(
     popen = subprocess.Popen
 
     def start(command: list[str], **more: Any) -> subprocess.Popen[bytes]:
-        name = command[2].removeprefix("benchmarks.soak_")
+        name = command[2].removeprefix("benchmarks.soak.")
         return popen([command[0], "-c", SAYS.replace("_, _, ", "_, ") + programs[name], *command[3:]], **more)
 
     monkeypatch.setattr(subprocess, "Popen", start)
@@ -150,7 +150,7 @@ def test_what_was_done_before_a_signal_is_kept(tmp_path: Path) -> None:
     """Those under way are told, and no other begins."""
     program = f"""
 import json, pathlib, signal, sys
-from benchmarks import soak
+from benchmarks.soak import __main__ as soak
 folder = pathlib.Path({str(tmp_path)!r})
 popen = soak.subprocess.Popen
 says = '''

@@ -19,7 +19,7 @@ from repository import ROOT
 from small_models import QWEN, save
 from vllm_process import ENVIRONMENT
 
-from benchmarks.soak_vllm import fill, pools
+from benchmarks.soak.vllm import fill, pools
 from kvkit.workers import Workers
 
 
@@ -27,7 +27,7 @@ from kvkit.workers import Workers
 def test_some_seconds_of_conversations(tmp_path: Path) -> None:
     path = tmp_path / "soak.json"
     options = ["--quick", "--model", str(save(QWEN, tmp_path / "model")), "--json", str(path)]
-    command = [sys.executable, "-m", "benchmarks.soak_vllm", *options]
+    command = [sys.executable, "-m", "benchmarks.soak.vllm", *options]
     done = subprocess.run(command, cwd=ROOT, env=os.environ | ENVIRONMENT, capture_output=True, text=True)
     assert path.exists(), done.stderr[-4000:]
     found = json.loads(path.read_text())

@@ -8,12 +8,12 @@ from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
-import beside
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from benchmarks import beside
 from kvkit.environment import slug_of
 from kvkit.kernels.pages import device
 from kvkit.kernels.pages.device import (

@@ -21,7 +21,7 @@ from page_blocks import changed, on_page, run_shell
 from random_models import random_model
 from typer.testing import CliRunner
 
-from benchmarks import leaderboard, lost_context
+from benchmarks.research import leaderboard, lost_context
 from kvkit import cli
 from kvkit.adapters.huggingface import smollm2
 from kvkit.adapters.huggingface.blended import BlendedModel
@@ -361,7 +361,7 @@ def test_the_leaderboard_has_every_method_of_every_model(
     monkeypatch.setattr(leaderboard, "RESULTS", tmp_path)
     small = {"smollm2 gemma": f"{folder} --tasks 'needle keys' --auxiliary {folder}"}
     small |= {"--samples 10": "--samples 1", "--tokens 1024": "--tokens 512"}
-    page = on_page("docs/evidence/leaderboard.md", "python -m benchmarks.leaderboard smollm2")
+    page = on_page("docs/evidence/leaderboard.md", "python -m benchmarks.research.leaderboard smollm2")
     (command,) = leaderboard.commands(shlex.split(changed(page, small))[3:])
     assert run(*command).exit_code == 0
     (path,) = tmp_path.glob(f"leaderboard-{slug_of(folder.name)}-512-*.json")
@@ -402,7 +402,7 @@ def test_rows_against_answers(folder: Path, tmp_path: Path) -> None:
 @pytest.mark.nightly
 def test_what_is_overpaid(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """As docs/evidence/leaderboard.md has it, with a sample of a few tokens and a small model."""
-    page = on_page("docs/evidence/leaderboard.md", "python -m benchmarks.lost_context")
+    page = on_page("docs/evidence/leaderboard.md", "python -m benchmarks.research.lost_context")
     words = [*shlex.split(page)[3:-1], str(tmp_path / "lost.json"), "--model", str(folder), "--samples", "1"]
     monkeypatch.setattr("sys.argv", ["lost_context", *words, "--tokens", "512", "768"])
     lost_context.main()

@@ -373,7 +373,7 @@ def test_memory_holds_no_text(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("requests", [30_000, pytest.param(1_000_000, marks=pytest.mark.nightly)])
 def test_the_memory_of_many_requests(requests: int, tmp_path: Path) -> None:
-    """What the requests take, and the names of their chunks; `benchmarks/bench_simulate.py` measures time."""
+    """What the requests take, and the names of their chunks; `bench_simulate.py` measures time."""
     write_turns(few := tmp_path / "few.jsonl", 1)
     write_turns(many := tmp_path / "many.jsonl", requests)
     with Measured() as process:

@@ -17,7 +17,7 @@ from rich.table import Column, Table
 from store_listing import fill, form_of
 from terminals import COLUMNS, in_terminal, piped
 
-from benchmarks import run as benchmarks_run
+from benchmarks.report import run as benchmarks_run
 from kvkit.environment import host_name, slug_of
 from kvkit.kernels.tuning.assembly import Compiled
 from kvkit.kernels.tuning.compiling import CompileReport

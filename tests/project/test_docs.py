@@ -23,8 +23,8 @@ from typer.core import TyperGroup
 from typer.main import get_command
 
 import kvkit
-from benchmarks.pictures import draw
-from benchmarks.tables import MACHINE, PAGES, RESULTS, ROOT, render
+from benchmarks.report.pictures import draw
+from benchmarks.report.tables import MACHINE, PAGES, RESULTS, ROOT, render
 from docs import reference
 from kvkit.adapters.vllm.settings import Settings as ConnectorSettings
 from kvkit.cli import app
@@ -44,7 +44,7 @@ SITE = [page for page in page_blocks.PAGES if page.startswith("docs/")]
 def test_tables_come_from_the_results(page: str) -> None:
     text = (ROOT / page).read_text()
     assert "<!-- table:" in text
-    assert render(text) == text, "run: python -m benchmarks.tables"
+    assert render(text) == text, "run: python -m benchmarks.report.tables"
 
 
 @pytest.mark.parametrize("name", sorted(path.name for path in (ROOT / "docs/pictures").glob("*.png")))
@@ -52,8 +52,8 @@ def test_pictures_come_from_the_results(name: str, tmp_path: Path) -> None:
     """Drawn anew they are the same, but for what another version of matplotlib does to an edge."""
     draw(name, tmp_path / name)
     here, there = (image.imread(folder / name) for folder in (tmp_path, ROOT / "docs/pictures"))
-    assert here.shape == there.shape, "run: python -m benchmarks.pictures"
-    assert np.abs(here - there).mean() < 0.002, "run: python -m benchmarks.pictures"
+    assert here.shape == there.shape, "run: python -m benchmarks.report.pictures"
+    assert np.abs(here - there).mean() < 0.002, "run: python -m benchmarks.report.pictures"
 
 
 def test_the_timeline_shows_what_its_page_says() -> None:

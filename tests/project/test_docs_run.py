@@ -21,8 +21,8 @@ from page_blocks import blocks, changed, environment, on_page, run_page, run_she
 from servers import RedisServer, S3Server, free_ports, s3  # noqa: F401 - s3 is a fixture
 from small_models import save_with_tokenizer
 
-from benchmarks.fleet import fleet
-from benchmarks.tables import ROOT
+from benchmarks.report.tables import ROOT
+from benchmarks.research.fleet import fleet
 from kvkit import Cache, SequencePages, load_config, open_cache
 from kvkit.format.layout import KVLayout, LayerGroup
 from kvkit.kernels.pages.api import Pages

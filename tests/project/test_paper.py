@@ -113,11 +113,13 @@ def test_a_missing_figure_is_named_with_its_place(
 def test_a_missing_benchmark_is_named_with_its_command() -> None:
     every = {each: entry(each, fields) for each, fields in sources.NEEDED.items()}
     for name in sources.NEEDED:
-        command = f"{name}: run `python -m benchmarks.run benchmarks/bench_{name.split('::')[0]}.py`"
+        command = (
+            f"{name}: run `python -m benchmarks.report.run benchmarks/micro/bench_{name.split('::')[0]}.py`"
+        )
         assert list(sources.missing({each: every[each] for each in every if each != name})) == [
             f"  {command}"
         ]
-        assert (ROOT / "benchmarks" / f"bench_{name.split('::')[0]}.py").exists()
+        assert (ROOT / "benchmarks/micro" / f"bench_{name.split('::')[0]}.py").exists()
 
 
 def test_a_missing_figure_of_a_benchmark_is_named(tmp_path: Path) -> None:

@@ -7,7 +7,7 @@ from itertools import combinations
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from benchmarks import frontier
+from benchmarks.research import frontier
 from kvkit.lab.simulate.config import SimulationConfig
 from kvkit.lab.simulate.model import Simulator, simulate
 from kvkit.lab.simulate.optimum import most_hits

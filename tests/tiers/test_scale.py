@@ -16,7 +16,7 @@ from caches import CHUNK, DEADLINE_S, new_cache, new_staging, sequence
 from call_counts import calls
 from engine_stub import Engine, small_layout, small_namespace
 
-from benchmarks.bench_scale import CHAIN, PARTS, measured
+from benchmarks.research.scale import CHAIN, PARTS, measured
 from kvkit.staging import PAGE_BYTES
 from kvkit.tiers.base import TierFull
 from kvkit.tiers.eviction.policies import NORMAL

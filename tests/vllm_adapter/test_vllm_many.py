@@ -8,8 +8,8 @@ pytest.importorskip("vllm")
 
 from call_counts import calls
 
-from benchmarks import many_requests
-from benchmarks.many_requests import Driven
+from benchmarks.serving import many_requests
+from benchmarks.serving.many_requests import Driven
 
 FEW, MANY = 50, 1_000
 

@@ -1,0 +1,220 @@
+"""The leaderboard of blending methods: what measures it, model by model, and its tables and picture.
+
+python -m benchmarks.research.leaderboard [smollm2, gemma, a hub id or a folder, ...] [--samples N]
+python -m benchmarks.report.tables && python -m benchmarks.report.pictures
+
+Measures every task by every method of every model, on a GPU where there is one, into
+results/leaderboard-MODEL-MACHINE.json. What was measured before is not measured again, so that samples can
+be added; it lies beside, in a .jsonl file.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import subprocess
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from benchmarks.folders import RESULTS
+from kvkit.environment import slug, slug_of
+from kvkit.lab.quality.comparison import BASELINE
+from kvkit.lab.simulate.report import panels
+
+MODELS = ("smollm2", "gemma")
+METHODS = (
+    *("naive", "default .15", "default .15, drift", "first_n .15", "random .15", "k deviation .15"),
+    *(f"{name} .15" for name in ("cacheblend", "infoflow", "prophetkv", "qcfuse", "cacheclip")),
+    "prophetkv .15, first 8",
+    *("oracle .15", "oracle_change .15"),
+)
+TASKS = (
+    *("needle", "needle keys", "needle values", "needle queries", "tracking", "words", "qa", "hops"),
+    *("classify", "code"),
+)
+ANSWERED = 0.3
+"""Of the samples of a task, so that it tells how many of full recompute's answers are kept."""
+CLOSE = 1.6
+"""Of figures on a logarithmic scale, one over the other."""
+
+
+def commands(arguments: Sequence[str]) -> Iterator[list[str]]:
+    """The arguments of `kvkit` that measure each model that is asked for."""
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.research.leaderboard")
+    parser.add_argument("models", nargs="*", default=MODELS)
+    parser.add_argument("--samples", type=int, default=10, help="of each task")
+    parser.add_argument("--tokens", type=int, default=1024, help="of a prompt, about")
+    parser.add_argument("--tasks", default="; ".join(TASKS), help="as of kvkit bench blend")
+    parser.add_argument("--auxiliary", default="gemma", help="by which cacheclip chooses")
+    asked = parser.parse_args(arguments)
+    size = "" if asked.tokens == parser.get_default("tokens") else f"-{asked.tokens}"
+    for model in asked.models:
+        file = RESULTS / f"leaderboard-{slug_of(Path(model).name)}{size}-{slug()}.json"
+        yield [
+            *("bench", "blend", "--methods", "; ".join(METHODS), "--tasks", asked.tasks),
+            *("--samples", str(asked.samples), "--tokens", str(asked.tokens)),
+            *("--auxiliary", asked.auxiliary, "--json", str(file)),
+            *(() if model == "smollm2" else ("--model", model)),
+        ]
+
+
+def main() -> None:
+    """Measure what the command line says, each model in a process of its own.
+
+    The exit status is that of the first that fails.
+    """
+    for command in commands(sys.argv[1:]):
+        start = [sys.executable, "-c", "from kvkit.cli import main; main()"]
+        if status := subprocess.run([*start, *command], check=False).returncode:
+            sys.exit(status)
+
+
+def entries(results: Path) -> list[dict[str, Any]]:
+    """What was measured, in the order of the files' names."""
+    return [json.loads(path.read_text()) for path in sorted(results.glob("leaderboard-*.json"))]
+
+
+def methods(results: Path) -> list[list[str]]:
+    """Methods of each model, the highest F1 first; tasks count alike."""
+    heads = ("rows", "KL", "exact", "F1", "F1, less the default's", "speedup", "samples", "commit")
+    rows = [["model, tokens", "method", *heads]]
+    for entry in entries(results):
+        means = entry["overall"]
+        for name in sorted(means, key=lambda name: (-means[name]["f1"], means[name]["kl"])):
+            shown = means[name]
+            figures = (("kl", ".3f"), ("exact", ".2f"), ("f1", ".2f"), ("f1_ahead", "+.2f"))
+            cells = [f"{shown['rows']:.1%}", *(_shown(shown, figure, form) for figure, form in figures)]
+            cells[-1] = "" if name == BASELINE else cells[-1]
+            about = (f"{shown['speedup']:.1f}×", str(shown["samples"]), entry["commit"])
+            rows.append([_named(entry), name, *cells, *about])
+    return rows
+
+
+def tasks(results: Path) -> list[list[str]]:
+    """The F1 of each method, task by task, for each model."""
+    every = entries(results)
+    kinds = dict.fromkeys(kind for entry in every for kind, of in entry["sets"].items() if "f1" in of["full"])
+    rows = [["model, tokens", "method", *kinds]]
+    for entry in every:
+        for name in entry["overall"]:
+            of = [entry["sets"].get(kind, {}).get(name) for kind in kinds]
+            rows.append([_named(entry), name, *("" if one is None else f"{one['f1']:.2f}" for one in of)])
+    return rows
+
+
+def of_full(sets: Mapping[str, Mapping[str, Any]]) -> tuple[list[str], dict[str, float]]:
+    """Tasks that full recompute answers in at least `ANSWERED` of the samples; by method, how many exact
+    answers it gives to them for each of full recompute's. No method where there is no such task."""
+    answered = [kind for kind, methods in sets.items() if methods["full"].get("exact", 0.0) >= ANSWERED]
+    if not answered:
+        return [], {}
+    exact = {name: sum(sets[kind][name]["exact"] for kind in answered) for name in sets[answered[0]]}
+    return answered, {name: right / exact["full"] for name, right in exact.items()}
+
+
+def curve(path: Path) -> list[list[str]]:
+    """How right answers are by the rows that are computed, fewest first; task by task, and all together.
+
+    `of full` is `of_full`'s.
+    """
+    found = json.loads(path.read_text())
+    sets, means = found["sets"], found["overall"]
+    kinds = [kind for kind in sets if "exact" in sets[kind]["full"]]
+    _, shares = of_full(sets)
+    rows = [["method", "rows", "KL", "exact", "of full", *kinds]]
+    for name in sorted(means, key=lambda name: (means[name]["rows"], name)):
+        each = {kind: sets[kind][name]["exact"] for kind in kinds}
+        share = f"{shares[name]:.2f}" if name in shares else ""
+        cells = [_shown(means[name], "kl", ".3f"), _shown(means[name], "exact", ".2f"), share]
+        rows.append([name, f"{means[name]['rows']:.1%}", *cells, *(f"{one:.2f}" for one in each.values())])
+    return rows
+
+
+def overpaid(path: Path) -> list[list[str]]:
+    """By how much the question overpays tokens that lost context; of a file of `lost_context`."""
+    runs = json.loads(path.read_text())["runs"]
+    rows = [["tokens of a prompt", *(f"{run['tokens']:,}" for run in runs)]]
+    rows.append(["paid to reused tokens, all computed", *(f"{run['exact']:.0%}" for run in runs)])
+    rows.append(["to their keys as they were found", *(f"{run['alone']:.0%}" for run in runs)])
+    every = [{(one["from"], one["to"]): one["log_ratio"] for one in run["by_loss"]} for run in runs]
+    for low, high in dict.fromkeys(edges for of in every for edges in of):
+        ratios = [of.get((low, high)) for of in every]
+        shown = ["" if ratio is None else f"{math.exp(ratio):.1f}×" for ratio in ratios]
+        rows.append([f"those that saw 1 of {math.exp(low):.1f} to {math.exp(high):.1f}", *shown])
+    rows.append(["power of what is missing", *(f"{run['slope']:.2f}" for run in runs)])
+    of_tasks = (
+        [f"of `{task}` alone", *(f"{run['slopes'][task]:.2f}" for run in runs)] for task in runs[0]["slopes"]
+    )
+    return [*rows, *of_tasks]
+
+
+def draw(entry: dict[str, Any], path: Path) -> None:
+    """Draw F1 against the rows that were computed, and against the time to the first token.
+
+    Methods that stand close together are drawn a little apart, with their names beside them.
+    """
+    figure, (by_rows, by_time) = panels(2, 5.4, 4.4)
+    for panel in (by_rows, by_time):
+        at = {
+            name: shown["rows"] if panel is by_rows else 1 / shown["speedup"]
+            for name, shown in entry["overall"].items()
+        }
+        panel.set(title=_named(entry), ylabel="F1, mean over tasks", xscale="log")
+        for together in clusters(at):
+            _draw_together(panel, together, entry["overall"])
+        panel.set_xlim(min(at.values()) / 1.3, 5 * max(at.values()))
+    by_rows.set_xlabel("rows computed, of all")
+    by_time.set_xlabel("time to the first token, of a full prefill's")
+    figure.savefig(path, dpi=110)
+
+
+def clusters(at: dict[str, float]) -> list[dict[str, float]]:
+    """Names by where they stand, those together that are within `CLOSE` of their neighbours."""
+    found: list[dict[str, float]] = []
+    last = 0.0
+    for name in sorted(at, key=lambda name: at[name]):
+        if not found or at[name] > CLOSE * last:
+            found.append({})
+        found[-1][name] = last = at[name]
+    return found
+
+
+def spread(wanted: Sequence[float], gap: float) -> list[float]:
+    """Places, ascending as what is wanted, at least `gap` apart and about the same mean."""
+    places: list[float] = []
+    for place in wanted:
+        places.append(max(place, places[-1] + gap) if places else place)
+    back = (sum(places) - sum(wanted)) / len(places)
+    return [place - back for place in places]
+
+
+def _draw_together(panel: Any, at: dict[str, float], overall: dict[str, Any]) -> None:
+    """Points of one cluster with their intervals, and their names to the right of all of them."""
+    names = sorted(at, key=lambda name: float(overall[name]["f1"]))
+    places = spread([overall[name]["f1"] for name in names], 0.013)
+    right = max(at.values()) * 1.25
+    for number, (name, place) in enumerate(zip(names, places, strict=True)):
+        x, f1 = at[name] * (1 + 0.015 * (number - len(names) / 2)), overall[name]["f1"]
+        (point,) = panel.plot(x, f1, "o", markersize=4)
+        panel.vlines(x, *overall[name]["f1_interval"], alpha=0.3, color=point.get_color(), linewidth=1)
+        panel.plot([x, right], [f1, place], color=point.get_color(), linewidth=0.5)
+        panel.text(right * 1.02, place, name, fontsize=7, va="center", color=point.get_color())
+
+
+def _named(entry: dict[str, Any]) -> str:
+    """The model, and how long prompts are."""
+    return f"{entry['model']}, {entry['tokens']:,}"
+
+
+def _shown(figures: dict[str, Any], name: str, form: str) -> str:
+    """A figure with its interval; one with a sign has those of its bounds apart."""
+    low, high = (format(bound, form) for bound in figures[f"{name}_interval"])
+    bounds = f"{low} to {high}" if "+" in form else f"{low}–{high}"
+    return f"{figures[name]:{form}} ({bounds})".replace("-", "−")
+
+
+if __name__ == "__main__":
+    main()
