@@ -161,9 +161,6 @@ TRUE = {
     ("docs/serve/pd.md", "the P that will be done first"): "of requests",
     ("docs/serve/pd.md", "yet to compute"): "of requests",
     ("docs/serve/pd.md", "has had no request for yet"): "of an engine",
-    ("docs/serve/recipes.md", "# a future; other work"): "of `concurrent.futures`",
-    ("docs/serve/recipes.md", "asks a future to stop"): "the same",
-    ("docs/serve/recipes.md", "will be asked for again"): "of a prompt",
 }
 """(page, where such a word may stand): what it is about."""
 

@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 import page_blocks
 import pytest
-from page_blocks import blocks, changed, environment, on_page, run_page, run_shell
+from page_blocks import blocks, changed, check_printed, environment, on_page, run_page, run_shell
 from servers import RedisServer, S3Server, free_ports, s3  # noqa: F401 - s3 is a fixture
 from small_models import save_with_tokenizer
 
@@ -117,6 +117,11 @@ def test_configurations_are_accepted(
 ) -> None:
     if 'kind = "sqlite"' in text:
         install_the_tier(tmp_path, monkeypatch)
+    if "reused:Reused" in text:
+        code = on_page("docs/research/own-policy.md", "from kvkit.tiers.eviction.policies")
+        (tmp_path / "reused.py").write_text(code)
+        monkeypatch.syspath_prepend(tmp_path)
+        monkeypatch.delitem(sys.modules, "reused", raising=False)
     path = tmp_path / "kvkit.toml"
     path.write_text(text)
     if "[model]" in text:
@@ -140,6 +145,31 @@ def test_recipes_run_and_print_what_they_say(tmp_path: Path, monkeypatch: pytest
     configure("docs/serve/recipes.md", tmp_path)
     monkeypatch.chdir(tmp_path)
     run_page("docs/serve/recipes.md")
+
+
+def test_the_file_of_tiers_is_checked_and_its_disk_listed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The recipes' programs store in it, as an engine does."""
+    page = "docs/serve/tiers.md"
+    configure(page, tmp_path)
+    check_printed(
+        page, "kvkit doctor", run_shell(on_page("docs/serve/tiers.md", "kvkit doctor"), tmp_path).stdout
+    )
+    monkeypatch.chdir(tmp_path)
+    run_page("docs/serve/recipes.md")
+    listed = run_shell(on_page("docs/serve/tiers.md", "kvkit inspect"), tmp_path)
+    check_printed(page, "kvkit inspect", listed.stdout)
+
+
+def test_the_file_in_place_of_lmcaches_is_checked(tmp_path: Path) -> None:
+    page = "docs/serve/from-lmcache.md"
+    configure(page, tmp_path)
+    path = tmp_path / "kvkit.toml"
+    with RedisServer(tmp_path, "valkey") as running:
+        path.write_text(changed(path.read_text(), {"redis://cache:6379/0": running.url}))
+        doctor = run_shell(on_page("docs/serve/from-lmcache.md", "kvkit doctor"), tmp_path)
+    check_printed(page, "kvkit doctor", doctor.stdout)
 
 
 def test_the_example_of_fewer_bits_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -357,25 +387,8 @@ def install_the_tier(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 def test_the_tier_that_is_shown_keeps_the_contract(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     source = install_the_tier(tmp_path, monkeypatch)
-    done = subprocess.run(
-        [
-            sys.executable,
-            "-m",
-            "pytest",
-            "-q",
-            "-p",
-            "no:cacheprovider",
-            "--noconftest",
-            "test_sqlite_tier.py",
-        ],
-        cwd=source,
-        env=os.environ | {"PYTHONPATH": str(ROOT)},
-        capture_output=True,
-        text=True,
-        timeout=100,
-        check=False,
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
+    passed = run_shell(on_page("docs/research/own-tier.md", "python -m pytest"), source)
+    check_printed("docs/research/own-tier.md", "python -m pytest", passed.stdout)
     settings = {
         "tiers": {"rows": {"kind": "sqlite", "path": str(tmp_path / "records.db")}},
         "staging": "4MiB",
@@ -383,6 +396,11 @@ def test_the_tier_that_is_shown_keeps_the_contract(tmp_path: Path, monkeypatch: 
     assert stored(settings) == WHOLE
     assert loaded(settings) == [{"rows": WHOLE}]
     assert stat.S_IMODE((tmp_path / "records.db").stat().st_mode) == 0o600
+    text = blocks("docs/research/own-tier.md", "toml")[1].text
+    (source / "kvkit.toml").write_text(changed(text, {"/var/cache": str(tmp_path)}))
+    command = on_page("docs/research/own-tier.md", "kvkit doctor")
+    doctor = run_shell(command, source, PYTHONPATH=f"{ROOT}:{tmp_path / 'site'}")
+    check_printed("docs/research/own-tier.md", "kvkit doctor", doctor.stdout)
     monkeypatch.delitem(sys.modules, "sqlite_tier")
 
 

@@ -9,7 +9,8 @@ from pathlib import Path
 from textwrap import dedent
 
 import pytest
-from page_blocks import on_page, run_shell
+from page_blocks import blocks, check_printed, on_page, run_shell
+from repository import ROOT
 
 from kvkit.config import load_config
 from kvkit.lab.simulate.config import SimulationConfig
@@ -24,7 +25,7 @@ from kvkit.tiers.settings import TierConfig
 from kvkit.tiers.testing.contract import SLOT_BYTES, SLOTS, put, record_names
 
 BASE = "from kvkit.tiers.eviction.policies import MAIN, SMALL, EvictionPolicy\n"
-HYBRID = "model.state_bytes = 40_000_000\ntiers.memory.capacity = '1GiB'"
+PAGE = "docs/research/own-policy.md"
 
 
 @pytest.fixture
@@ -36,53 +37,71 @@ def module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
 
 
 def evicted(policy: str) -> list[str]:
-    """What leaves for a last record, of some of which the largest is neither the oldest nor the newest."""
+    """What leaves for a last record, where the oldest alone was used again."""
     state = EvictionState(6, policy)
-    for name, size in {"a": 2, "b": 3, "c": 1}.items():
+    assert add_run(state, ("a",), 2) == (1, [])
+    assert [use_run(state, ("a",)) for _ in range(2)] == [1, 1]
+    for name, size in {"b": 3, "c": 1}.items():
         assert add_run(state, (name,), size) == (1, [])
-    use_run(state, ("b",))
     return add_run(state, ("d",), 2)[1]
 
 
 def test_the_policy_of_the_page_evicts_what_lru_keeps(module: Path) -> None:
-    module.write_text(on_page("docs/research/simulate.md", "from kvkit.tiers.eviction.policies"))
+    module.write_text(on_page("docs/research/own-policy.md", "from kvkit.tiers.eviction.policies"))
     assert evicted("lru") == ["a"]
-    assert evicted("own_policy:Largest") == ["b"]
+    assert evicted("own_policy:Reused") == ["b"]
 
 
 def test_the_command_of_the_page_finds_it_in_the_current_folder(tmp_path: Path) -> None:
-    (tmp_path / "largest.py").write_text(
-        on_page("docs/research/simulate.md", "from kvkit.tiers.eviction.policies")
+    (tmp_path / "reused.py").write_text(
+        on_page("docs/research/own-policy.md", "from kvkit.tiers.eviction.policies")
     )
-    (tmp_path / "hybrid.toml").write_text(HYBRID)
-    command = on_page("docs/research/simulate.md", "kvkit simulate agents --config hybrid.toml --compare")
-    run_shell(command, tmp_path, {"agents": "agents --requests 100", "8GiB": "4GiB"})
-    lru, largest = json.loads((tmp_path / "largest.json").read_text())["runs"]
-    assert (lru["policy"], largest["policy"]) == ("lru", "largest:Largest")
-    assert largest["hit_rate"] < lru["hit_rate"]
-    assert largest["evicted_chunks"] != lru["evicted_chunks"]
+    (tmp_path / "memory.toml").write_text(blocks(PAGE, "toml")[0].text)
+    done = run_shell(on_page("docs/research/own-policy.md", "kvkit simulate agents"), tmp_path)
+    check_printed(PAGE, "kvkit simulate agents", done.stdout)
+    lru, _, reused = json.loads((tmp_path / "reused.json").read_text())["runs"]
+    assert (lru["policy"], reused["policy"]) == ("lru", "reused:Reused")
+    assert reused["hit_rate"] > lru["hit_rate"]
+
+
+def test_memory_that_takes_what_returns_has_as_many_hits_as_the_page_says(tmp_path: Path) -> None:
+    settings = blocks(PAGE, "toml")[2].text
+    shares = []
+    for text in (settings, settings.partition("[policy]")[0]):
+        (tmp_path / "admit.toml").write_text(text)
+        done = run_shell(on_page("docs/research/own-policy.md", "kvkit simulate rag"), tmp_path)
+        (run,) = json.loads((tmp_path / "admit.json").read_text())["runs"]
+        shares.append(run["hit_tokens"]["memory"] / run["prompt_tokens"])
+        check_printed(PAGE, "kvkit simulate rag", done.stdout)
+    page = " ".join((ROOT / PAGE).read_text().split())
+    assert (
+        "It prints {:.1f} % of hits from memory, where the same file without `[policy]` has {:.1f} %".format(
+            *(100 * share for share in shares)
+        )
+        in page
+    )
 
 
 @pytest.mark.nightly
 def test_commands_that_read_a_configuration_find_it_there(tmp_path: Path) -> None:
-    (tmp_path / "largest.py").write_text(
-        on_page("docs/research/simulate.md", "from kvkit.tiers.eviction.policies")
+    (tmp_path / "reused.py").write_text(
+        on_page("docs/research/own-policy.md", "from kvkit.tiers.eviction.policies")
     )
-    tier = {"url": str(tmp_path / "kv"), "capacity": "1MiB", "eviction": "largest:Largest"}
+    tier = {"url": str(tmp_path / "kv"), "capacity": "1MiB", "eviction": "reused:Reused"}
     lines = "\n".join(f"{name} = {json.dumps(value)}" for name, value in tier.items())
     (tmp_path / "kvkit.toml").write_text(f"[tiers.disk]\n{lines}\n")
     (tmp_path / "kv").mkdir()
     command = "kvkit doctor kvkit.toml --verbose; "
     command += "kvkit inspect disk --config kvkit.toml; kvkit report --config kvkit.toml"
-    assert "largest:Largest" in run_shell(command, tmp_path).stdout
+    assert "reused:Reused" in run_shell(command, tmp_path).stdout
 
 
 def test_settings_of_the_cache_and_the_simulator_name_it(module: Path) -> None:
-    module.write_text(on_page("docs/research/simulate.md", "from kvkit.tiers.eviction.policies"))
-    tier = {"capacity": "1MiB", "eviction": "own_policy:Largest"}
-    assert load_config(tiers={"memory": tier}).tiers["memory"].eviction == "own_policy:Largest"
+    module.write_text(on_page("docs/research/own-policy.md", "from kvkit.tiers.eviction.policies"))
+    tier = {"capacity": "1MiB", "eviction": "own_policy:Reused"}
+    assert load_config(tiers={"memory": tier}).tiers["memory"].eviction == "own_policy:Reused"
     simulated = SimulationConfig.model_validate({"tiers": {"memory": tier}})
-    assert simulated.tiers["memory"].eviction == "own_policy:Largest"
+    assert simulated.tiers["memory"].eviction == "own_policy:Reused"
 
 
 @pytest.mark.parametrize(
