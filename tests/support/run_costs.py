@@ -1,8 +1,8 @@
 """What each test file costs in core seconds, against its budget, and how much memory worker processes take.
 
-CPU time, children's included, is compared, so that a loaded machine changes little. A plugin of pytest,
-registered by `tests/conftest.py`; `pytest --keep-costs` writes `tests/budgets.json`. Where `CI` is set a run that is
-over a budget fails; budgets are of runs without the tests marked nightly.
+CPU time, children's included, is compared, so that a loaded machine changes little. `tests/conftest.py`
+registers this plugin of pytest; `pytest --keep-costs` writes `tests/budgets.json`. Where `CI` is set a run
+that is over a budget fails; budgets are of runs without the tests marked nightly.
 """
 
 from __future__ import annotations
