@@ -43,6 +43,8 @@ def quicken_interpreter() -> None:
     interpreter._patch_lang = patch_once
 
 
+gc.disable()  # until tests are collected: nothing of what is imported is garbage
+
 if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = (
         "1"  # read where a kernel's module is imported: its kernels run on CPU tensors
@@ -111,6 +113,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 def pytest_collection_finish() -> None:
     """Spare searches for garbage what was imported, and have fewer: they took a tenth of the tests' time."""
+    gc.enable()
     gc.collect()
     gc.freeze()
     gc.set_threshold(*gc.get_threshold()[:2], 100)
