@@ -33,6 +33,8 @@ RESULTS = ROOT / "benchmarks/results/models.json"
 SEEN = 10
 """A fault is to make so many times the difference that is tolerated."""
 SERVED = [name for name, one in ZOO.items() if not (one.refused or one.broken)]
+DAILY = ("Qwen2", "Gemma 2", "Gemma 4", "Granite 4")
+"""Grouped queries, sliding windows, head sizes by layer with shared KV, states: what CI has time for."""
 REFUSED = [name for name, one in ZOO.items() if one.refused]
 
 
@@ -49,7 +51,10 @@ def recorded() -> dict[str, Settings]:
     return found
 
 
-@pytest.fixture(scope="module", params=SERVED)
+@pytest.fixture(
+    scope="module",
+    params=[name if name in DAILY else pytest.param(name, marks=pytest.mark.nightly) for name in SERVED],
+)
 def name(request: pytest.FixtureRequest) -> str:
     found: str = request.param
     return found
