@@ -27,7 +27,8 @@ PAGES = tuple(
 MACHINE = "amd-epyc-2-cores"
 """Whose results are quoted."""
 GPU = "nvidia-h100-80gb-hbm3"
-"""And which GPU's."""
+SECOND_GPU = "nvidia-h200"
+"""And which GPUs'."""
 
 
 def render(page: str, results: Path = RESULTS) -> str:
@@ -86,7 +87,8 @@ def render(page: str, results: Path = RESULTS) -> str:
         **tables_pools.tables(figures),
         "pd": lambda: _pd(json.loads((results / f"pd-{MACHINE}.json").read_text())),
         **tables_proofs.proofs(results),
-        **tables_gpu.tables(results / f"gpu-{GPU}.json"),
+        **tables_gpu.tables(results / f"gpu-{GPU}.json", "gpu"),
+        **tables_gpu.tables(results / f"gpu-{SECOND_GPU}.json", "h200"),
         **soak.tables(results / f"soak-{MACHINE}.json"),
     }
 

@@ -31,10 +31,10 @@ class Fastest(NamedTuple):
     of_roof: float
 
 
-def tables(path: Path) -> dict[str, Callable[[], list[list[str]]]]:
-    """The tables of a result of `benchmarks.gpu.keep`, by name."""
+def tables(path: Path, prefix: str) -> dict[str, Callable[[], list[list[str]]]]:
+    """The tables of a result of `benchmarks.gpu.keep`, by name, which begins with `prefix`."""
     made = {"kernels": kernels, "peers": peers, "runs": runs, "ways": ways, "beside": beside}
-    return {f"gpu_{name}": partial(rows, path) for name, rows in made.items()}
+    return {f"{prefix}_{name}": partial(rows, path) for name, rows in made.items()}
 
 
 def lines(path: Path, step: str) -> list[dict[str, Any]]:

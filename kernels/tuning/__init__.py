@@ -1,4 +1,4 @@
-"""Names for tuning a kernel of your own; docs/research/tuning.md has an example.
+"""Names for tuning a kernel of your own; docs/research/own-kernel.md has an example.
 
 Importing this package imports nothing else: each name comes from its module on first use.
 """

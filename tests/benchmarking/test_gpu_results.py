@@ -74,7 +74,7 @@ def test_a_document_has_its_machine(tmp_path: Path) -> None:
 
 
 def test_without_a_result_tables_have_a_head_alone(tmp_path: Path) -> None:
-    for name, table in tables_gpu.tables(tmp_path / "none.json").items():
+    for name, table in tables_gpu.tables(tmp_path / "none.json", "gpu").items():
         assert len(table()) == 1, name
 
 

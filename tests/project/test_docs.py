@@ -139,7 +139,8 @@ def test_what_pages_and_examples_import_is_listed_as_public() -> None:
         programs += [re.sub(r"\A%%writefile .*\n", "", source) for source in sources]
     found = {module.removeprefix("kvkit.") for code in programs for module in imported(code)}
     assert len(found) > 5
-    assert found - set(reference.API) == set()
+    ours = {module for module in found if module.startswith("kernels.blocks")}  # which own-kernel.md adds
+    assert found - ours - set(reference.API) == set()
 
 
 @pytest.mark.parametrize("module", reference.API)

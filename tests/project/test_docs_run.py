@@ -423,9 +423,23 @@ def test_the_readme_example_reuses_what_it_stored(size: str, tmp_path: Path) -> 
 
 
 @pytest.mark.nightly
-def test_transformers_goes_on_from_a_prefill_as_the_page_has_it(tmp_path: Path) -> None:
-    code = on_page("docs/research/huggingface.md", "import numpy as np")
+def test_the_programs_of_the_page_on_hugging_face(tmp_path: Path) -> None:
+    page = "docs/research/huggingface.md"
+    first = on_page("docs/research/huggingface.md", "import numpy as np")
+    second = on_page("docs/research/huggingface.md", "with CachedModel.open")
     here = environment(tmp_path)
-    run = subprocess.run([sys.executable, "-c", code], env=here, capture_output=True, text=True, check=False)
+    run = subprocess.run(
+        [sys.executable, "-c", first + second], env=here, capture_output=True, text=True, check=False
+    )
     assert run.returncode == 0, run.stderr
-    assert run.stdout == "torch.Size([1, 308])\n"
+    check_printed(page, "import numpy as np", run.stdout)
+    check_printed(page, "with CachedModel.open", run.stdout)
+
+
+def test_the_first_program_of_the_research_pages(tmp_path: Path) -> None:
+    page = "docs/research/quick-start.md"
+    (tmp_path / "first.py").write_text(on_page("docs/research/quick-start.md", '"""first.py'))
+    done = run_shell(on_page("docs/research/quick-start.md", "python first.py"), tmp_path)
+    check_printed(page, "python first.py", done.stdout)
+    done = run_shell(on_page("docs/research/quick-start.md", "kvkit inspect"), tmp_path)
+    check_printed(page, "kvkit inspect", done.stdout)

@@ -1,4 +1,4 @@
-"""The kernel of docs/research/tuning.md is tuned on the CPU, checked, and compiled for a GPU."""
+"""The kernel of docs/research/own-kernel.md is tuned on the CPU, checked, and compiled for a GPU."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 import torch
-from page_blocks import on_page, run_shell
+from page_blocks import check_printed, on_page, run_shell
 from typer.testing import CliRunner
 
 from kvkit import cli
@@ -24,7 +24,7 @@ HOST_SIZES = ("rows=4096", "rows=16", "rows=64", "rows=256", "rows=1024")
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    (tmp_path / "my_kernels.py").write_text(on_page("docs/research/tuning.md", '"""my_kernels.py'))
+    (tmp_path / "my_kernels.py").write_text(on_page("docs/research/own-kernel.md", '"""my_kernels.py'))
     return tmp_path
 
 
@@ -37,20 +37,36 @@ def mine(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[ModuleType]:
 
 @pytest.mark.nightly
 def test_the_pages_commands(folder: Path) -> None:
-    done = run_shell(
-        on_page("docs/research/tuning.md", "kvkit tune --problems"), folder, KVKIT_TUNED=str(folder / "tuned")
-    )
-    (line,) = (
-        text for text in done.stdout.splitlines() if text.startswith("largest_host of 4096 rows: tuned")
-    )
+    page, tables = "docs/research/own-kernel.md", {"KVKIT_TUNED": str(folder / "tuned")}
+    printed = run_shell(
+        on_page("docs/research/own-kernel.md", "kvkit tune --problems my_kernels:problems --device"),
+        folder,
+        **tables,
+    ).stdout
+    check_printed(page, "kvkit tune --problems my_kernels:problems --device", printed)
+    (line,) = (text for text in printed.splitlines() if text.startswith("largest_host of 4096 rows: tuned"))
     tuned = line.split("; ")[1].partition(", ")[2]
-    assert f"largest_host of 4096 rows: {tuned} takes" in done.stdout  # as --explain says it
+    assert f"largest_host of 4096 rows: {tuned} takes" in printed  # as --explain says it
     assert tuned in HOST_SIZES
     with open(folder / "trials.csv") as file:
         rows = list(csv.DictReader(file))
     assert [row["config"] for row in rows] == list(HOST_SIZES)
-    assert "4 configurations, 0 of them not worth a run" in done.stdout
-    assert done.stdout.splitlines()[-1] == tuned  # which the program itself uses then
+    used = run_shell(on_page("docs/research/own-kernel.md", "python my_kernels.py"), folder, **tables).stdout
+    check_printed(page, "python my_kernels.py", used)
+    assert used.splitlines()[-1] == tuned
+    compiled = run_shell(
+        on_page("docs/research/own-kernel.md", "kvkit tune --problems my_kernels:problems --target"),
+        folder,
+        **tables,
+    ).stdout
+    check_printed(page, "kvkit tune --problems my_kernels:problems --target", compiled)
+
+
+@pytest.mark.nightly
+def test_the_first_commands_of_the_page_on_tuning(tmp_path: Path) -> None:
+    commands = on_page("docs/research/tuning.md", "kvkit tune --device host")
+    done = run_shell(commands, tmp_path, KVKIT_TUNED=str(tmp_path / "tuned"))
+    check_printed("docs/research/tuning.md", "kvkit tune --device host", done.stdout)
 
 
 def test_the_pages_problems_are_right_and_notice_what_is_not(mine: Any) -> None:
