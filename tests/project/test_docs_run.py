@@ -191,21 +191,17 @@ def test_the_endpoint_of_operations_answers(tmp_path: Path, monkeypatch: pytest.
     """The page's own shell lines, with curl told to fail where the answer is an error."""
     monkeypatch.setenv("HOME", str(tmp_path))
     monkeypatch.delenv("XDG_STATE_HOME")
-    (tmp_path / ".curlrc").write_text('silent\nfail\nwrite-out = "\\n---\\n"\n')
-    monkeypatch.chdir(tmp_path)
+    (tmp_path / ".curlrc").write_text("silent\nfail\n")
     (port,) = free_ports(1)
     configure("docs/serve/operate.md", tmp_path, f"port = {port}\n")
-    with run_page("docs/serve/operate.md", {str(DEFAULT_PORT): str(port)})["cache"]:
-        lines = on_page("docs/serve/operate.md", "token=")
-        shell = run_shell(lines, tmp_path, {str(DEFAULT_PORT): str(port)})
-    answers = shell.stdout.split("\n---\n")
-    assert "kvkit_lookups_total 0.0" in answers.pop(1)
-    health, tiers, lookup, pin, clear = map(json.loads, filter(None, answers))
-    assert health == {"status": "ok", "tiers": {"disk": "ok"}}
-    assert [tier["name"] for tier in tiers] == ["disk"]
-    assert lookup.pop("engine")["hit_tokens"] is None
-    assert lookup == {"tokens": 3, "hit_tokens": 0, "by_tier": {}}
-    assert (pin, clear) == ({"pinned_tokens": 0}, {"removed_records": 0})
+    starts = "auth=", 'curl -H "$auth" http://127.0.0.1:9477/lookup'
+    first = on_page("docs/serve/operate.md", "auth=")
+    second = on_page("docs/serve/operate.md", 'curl -H "$auth" http://127.0.0.1:9477/lookup')
+    with opened(read_toml(tmp_path / "kvkit.toml"))[0]:
+        text = f"{first}echo ---\n{second}".replace(f":{DEFAULT_PORT}", f":{port}")
+        shell = run_shell(text, tmp_path)
+    for start, printed in zip(starts, shell.stdout.split("---\n"), strict=True):
+        check_printed("docs/serve/operate.md", start, printed)
 
 
 RECIPES = {
