@@ -204,6 +204,31 @@ def test_the_endpoint_of_operations_answers(tmp_path: Path, monkeypatch: pytest.
         check_printed("docs/serve/operate.md", start, printed)
 
 
+def test_stores_and_tokens_are_as_private_as_the_page_says(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whatever the umask; the endpoint makes the token."""
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.delenv("XDG_STATE_HOME")
+    configure("docs/serve/operate.md", tmp_path, "port = 0\n")
+    with opened(read_toml(tmp_path / "kvkit.toml"))[0]:
+        pass
+    lines = on_page("docs/serve/security.md", "kvkit doctor kvkit.toml")
+    text = f"umask 0\n{lines}".replace("/var/", f"{tmp_path}/var/")
+    printed = run_shell(text, tmp_path).stdout.replace(str(tmp_path), "")
+    check_printed("docs/serve/security.md", "kvkit doctor kvkit.toml", printed)
+
+
+def test_the_first_command_of_troubleshooting_shows_what_fails(tmp_path: Path) -> None:
+    """With a server that is not there."""
+    (port,) = free_ports(1)
+    text = blocks("docs/serve/troubleshooting.md", "toml")[0].text.replace(":6379", f":{port}")
+    (tmp_path / "kvkit.toml").write_text(text.replace("file:///", f"file://{tmp_path}/"))
+    lines = on_page("docs/serve/troubleshooting.md", "kvkit doctor kvkit.toml")
+    printed = run_shell(f"{lines.strip()} && exit 1 || test $? = 1", tmp_path).stdout
+    check_printed("docs/serve/troubleshooting.md", "kvkit doctor kvkit.toml", printed)
+
+
 RECIPES = {
     "Memory and disk": [{"disk": WHOLE}, {"memory": WHOLE}],
     "Disk only (staging-only)": [{"disk": WHOLE}, {"disk": WHOLE}],
