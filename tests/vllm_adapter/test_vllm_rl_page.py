@@ -35,7 +35,7 @@ def test_weights_change_as_the_page_has_it(tmp_path: Path) -> None:
     there = {":8000": f":{port}"}
     changes = {"--port 8000": f"--port {port}", "MODEL": model, "STORE": str(tmp_path / "kv")}
     ask = ASK.replace("PROMPT", "one two three " * 100)
-    update = on_page(PAGE, "curl -X POST 'http://127.0.0.1:8000/pause")
+    update = on_page("docs/serve/rl.md", "curl -X POST 'http://127.0.0.1:8000/pause")
 
     def hits(served: Typed) -> list[str]:
         return re.findall(r"prompt tokens hit (.*);", served.log.read_text())
