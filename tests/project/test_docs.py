@@ -158,11 +158,7 @@ PROMISES = re.compile(
     re.I,
 )
 """Words that promise or deny: what stands on a page so is forgotten there when it is made."""
-TRUE = {
-    ("docs/serve/pd.md", "the P that will be done first"): "of requests",
-    ("docs/serve/pd.md", "yet to compute"): "of requests",
-    ("docs/serve/pd.md", "has had no request for yet"): "of an engine",
-}
+TRUE: dict[tuple[str, str], str] = {}
 """(page, where such a word may stand): what it is about."""
 
 

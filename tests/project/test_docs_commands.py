@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 from completions_server import Completions
 from openai_engine import OpenAIEngine
-from page_blocks import DATA, EXCUSE, PAGES, ROOT, RUNNABLE, Block, blocks, on_page, run_shell
+from page_blocks import DATA, EXCUSE, PAGES, ROOT, RUNNABLE, Block, blocks, check_printed, on_page, run_shell
 from page_command_server import Typed
 from repository import TESTS
 from servers import free_ports, together
@@ -128,7 +128,7 @@ def test_the_router_and_its_engines(tmp_path: Path) -> None:
         engine.folder.mkdir()
     places = {f"http://10.0.0.{i}:8000": engine.url for i, engine in enumerate(engines, 1)}
     places["--port 8000"] = f"--port {port}"
-    command = on_page("docs/serve/pd.md", "kvkit router --prefill")
+    command = on_page("docs/serve/router.md", "kvkit router --prefill")
     with together(*engines), Typed(tmp_path, command, places, port) as router:
         body = json.dumps({"model": "toy", "prompt": "x" * 2000, "max_tokens": 3}).encode()
         request = urllib.request.Request(
@@ -137,3 +137,4 @@ def test_the_router_and_its_engines(tmp_path: Path) -> None:
         with urllib.request.urlopen(request, timeout=DEADLINE_S) as reply:
             assert len(json.loads(reply.read())["choices"]) == 1
         assert [len(engine.seen()) for engine in engines].count(1) == 2, "one P and one D"
+        check_printed("docs/serve/router.md", "kvkit router --prefill", router.log.read_text())

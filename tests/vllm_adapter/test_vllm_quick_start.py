@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 pytest.importorskip("vllm")
 
-from page_blocks import changed, on_page
+from page_blocks import changed, check_printed, on_page, run_shell
 from page_command_server import Typed
 from routers import Routed, ask, fetch, text_of
 from servers import free_ports, together
@@ -30,9 +31,10 @@ SMALL = "--dtype float32 --max-model-len 2048 --enforce-eager --kv-cache-memory-
 
 @dataclass(frozen=True)
 class Started:
-    """What the page has started."""
+    """What the page has started, with the ports and folders in place of the page's."""
 
     model: str
+    places: Mapping[str, str]
     prefill: Typed
     decode: Typed
     router: Typed
@@ -91,7 +93,7 @@ def started(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Started]:
     for name, process in (("prefill", prefill), ("decode", decode), ("router", router)):
         process.log = folder / f"{name}.log"
     with together(prefill, decode), router:
-        yield Started(model, prefill, decode, router)
+        yield Started(model, places, prefill, decode, router)
 
 
 @pytest.mark.nightly
@@ -105,6 +107,19 @@ def test_what_prefill_computed_is_handed_to_decode(started: Started) -> None:
     assert re.search(r'requests_total{decode=".+",prefill=".+",reason="much-new"} 1.0', metrics)
     assert "kvkit_router_failures_total{" not in metrics
     assert " WARNING " not in started.router.log.read_text()
+
+
+@pytest.mark.nightly
+@pytest.mark.timeout(600)
+def test_the_request_of_the_page_prints_what_it_shows(started: Started, tmp_path: Path) -> None:
+    before, page = started.handed(), "docs/serve/pd.md"
+    request = on_page(page, "curl -s http://127.0.0.1:8000/v1/completions")
+    run_shell(request, tmp_path, {"MODEL": started.model, "8000": started.places["8000"]})
+    wait_for(lambda: started.handed() > before)
+    command = on_page(page, "curl -s http://127.0.0.1:8002/metrics")
+    printed = run_shell(command, tmp_path, {"8002": started.places["8002"]}).stdout
+    print(printed)
+    check_printed(page, "curl -s http://127.0.0.1:8002/metrics", printed)
 
 
 @pytest.mark.nightly
