@@ -112,14 +112,14 @@ def test_what_prefill_computed_is_handed_to_decode(started: Started) -> None:
 @pytest.mark.nightly
 @pytest.mark.timeout(600)
 def test_the_request_of_the_page_prints_what_it_shows(started: Started, tmp_path: Path) -> None:
-    before, page = started.handed(), "docs/serve/pd.md"
-    request = on_page(page, "curl -s http://127.0.0.1:8000/v1/completions")
+    before = started.handed()
+    request = on_page("docs/serve/pd.md", "curl -s http://127.0.0.1:8000/v1/completions")
     run_shell(request, tmp_path, {"MODEL": started.model, "8000": started.places["8000"]})
     wait_for(lambda: started.handed() > before)
-    command = on_page(page, "curl -s http://127.0.0.1:8002/metrics")
+    command = on_page("docs/serve/pd.md", "curl -s http://127.0.0.1:8002/metrics")
     printed = run_shell(command, tmp_path, {"8002": started.places["8002"]}).stdout
     print(printed)
-    check_printed(page, "curl -s http://127.0.0.1:8002/metrics", printed)
+    check_printed("docs/serve/pd.md", "curl -s http://127.0.0.1:8002/metrics", printed)
 
 
 @pytest.mark.nightly
