@@ -118,7 +118,6 @@ def test_the_request_of_the_page_prints_what_it_shows(started: Started, tmp_path
     wait_for(lambda: started.handed() > before)
     command = on_page("docs/serve/pd.md", "curl -s http://127.0.0.1:8002/metrics")
     printed = run_shell(command, tmp_path, {"8002": started.places["8002"]}).stdout
-    print(printed)
     check_printed("docs/serve/pd.md", "curl -s http://127.0.0.1:8002/metrics", printed)
 
 
