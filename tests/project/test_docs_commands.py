@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import json
+import os
 import re
 import urllib.request
 from collections.abc import Iterator
@@ -95,29 +96,67 @@ def test_doctor(tmp_path: Path) -> None:
     assert "kernels on the CPU: ok" in done.stdout
 
 
+def test_policies_and_capacities_are_compared(tmp_path: Path) -> None:
+    done = run_shell(on_page("docs/research/simulate.md", "kvkit simulate mixed --compare"), tmp_path)
+    check_printed("docs/research/simulate.md", "kvkit simulate mixed --compare", done.stdout)
+
+
 @pytest.mark.nightly
-def test_simulations(tmp_path: Path) -> None:
-    """With a trace in Mooncake's format, and the configuration that the module shows."""
-    (tmp_path / "benchmarks").symlink_to(ROOT / "benchmarks")
+def test_a_fleet_is_simulated_as_the_page_has_it(tmp_path: Path) -> None:
+    (settings,) = blocks("docs/research/simulate.md", "toml")
+    (tmp_path / "sim.toml").write_text(settings.text)
+    done = run_shell(on_page("docs/research/simulate.md", "kvkit simulate mixed --config"), tmp_path)
+    check_printed("docs/research/simulate.md", "kvkit simulate mixed --config", done.stdout)
+
+
+@pytest.mark.nightly
+def test_snapshots_are_compared(tmp_path: Path) -> None:
+    done = run_shell(on_page("docs/research/simulate.md", "printf"), tmp_path)
+    check_printed("docs/research/simulate.md", "printf", done.stdout)
+
+
+@pytest.mark.nightly
+def test_a_file_is_simulated_with_the_settings_that_the_module_shows(tmp_path: Path) -> None:
+    """A trace in Mooncake's format; figures and a picture of them."""
     line = {"timestamp": 0, "input_length": 1000, "output_length": 5, "hash_ids": [1, 2]}
     (tmp_path / "conversation_trace.jsonl").write_text(f"{json.dumps(line)}\n" * 2)
     example = ast.get_docstring(ast.parse((ROOT / "kvkit/lab/simulate/config.py").read_text())) or ""
     (tmp_path / "sim.toml").write_text("\n".join(re.findall(r"^    (.*)$", example, re.MULTILINE)))
-    (tmp_path / "hybrid.toml").write_text("model.state_bytes = 40_000_000")
-    done = run_shell(on_page("docs/research/simulate.md", "kvkit simulate benchmarks"), tmp_path)
+    command = "kvkit simulate conversation_trace.jsonl --config sim.toml --json out.json --png out.png"
+    assert "hit" in run_shell(command, tmp_path).stdout
     assert json.loads((tmp_path / "out.json").read_text())
     assert (tmp_path / "out.png").read_bytes().startswith(b"\x89PNG")
-    assert done.stdout.count("hit") >= 3
 
 
 def test_servers_that_run_are_measured(tmp_path: Path) -> None:
     with Completions() as mine, Completions() as other:
         places = {"http://127.0.0.1:8000": mine.url("good"), "http://10.0.0.7:8000": other.url("counting")}
-        run_shell(on_page("docs/serve/vllm.md", "kvkit bench serve --url"), tmp_path, places)
+        command = on_page("docs/research/measure.md", "kvkit bench serve --url")
+        check_printed(
+            "docs/research/measure.md",
+            "kvkit bench serve --url",
+            run_shell(command, tmp_path, places).stdout,
+        )
     rows = json.loads((tmp_path / "serve.json").read_text())["results"]
     assert {(row["workload"], row["system"]) for row in rows} == {
         (workload, system) for workload in WORKLOADS for system in ("mine", "other")
     }
+
+
+def test_a_tier_is_measured(tmp_path: Path) -> None:
+    (tmp_path / "measure.py").write_text(on_page("docs/research/measure.md", "import time"))
+    (tmp_path / "kvkit.toml").write_text(f'staging = "64MiB"\ntiers.disk.url = "{tmp_path}/kv"\n')
+    done = run_shell("python measure.py", tmp_path)
+    check_printed("docs/research/measure.md", "import time", done.stdout)
+
+
+@pytest.mark.nightly
+def test_code_is_measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in [name for name in os.environ if name.startswith("PYTEST_XDIST")]:
+        monkeypatch.delenv(name)  # a benchmark within a worker of pytest-xdist measures nothing
+    command = on_page("docs/research/measure.md", "python -m benchmarks.run")
+    done = run_shell(command, ROOT, HOME=str(tmp_path), KVKIT_RESULTS=str(tmp_path / "results"))
+    check_printed("docs/research/measure.md", "python -m benchmarks.run", done.stdout)
 
 
 def test_the_router_and_its_engines(tmp_path: Path) -> None:

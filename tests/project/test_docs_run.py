@@ -25,6 +25,7 @@ from benchmarks.research.fleet import fleet
 from kvkit import Cache, SequencePages, load_config, open_cache
 from kvkit.format.layout import KVLayout, LayerGroup
 from kvkit.kernels.pages.api import Pages
+from kvkit.lab.simulate.config import SimulationConfig
 from kvkit.observe.access import DEFAULT_PORT
 from kvkit.router.settings import read_router_config
 from kvkit.settings import read_toml
@@ -123,6 +124,9 @@ def test_configurations_are_accepted(
         monkeypatch.delitem(sys.modules, "reused", raising=False)
     path = tmp_path / "kvkit.toml"
     path.write_text(text)
+    if "[nodes]" in text:
+        assert SimulationConfig.model_validate(read_toml(path)).model_fields_set
+        return
     if "[model]" in text:
         assert fleet(8, ("pool", "store"), read_toml(path)).model_fields_set
         return

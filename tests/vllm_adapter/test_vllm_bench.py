@@ -11,7 +11,7 @@ import pytest
 
 pytest.importorskip("vllm")
 
-from page_blocks import on_page, run_shell
+from page_blocks import check_printed, on_page, run_shell
 from small_models import save_with_tokenizer
 from transformers import AutoTokenizer
 from typer.testing import CliRunner
@@ -22,18 +22,16 @@ from kvkit.cli import app
 from kvkit.lab.serve.workloads import CONTROL, WORKLOADS
 
 CHUNK = 256
-FEW = (
-    f"--workloads document-qa,{CONTROL} --requests 4 --words 500 --max-tokens 4 "
-    "--interleave --vllm=--enforce-eager"
-)
+FEW = "--requests 4 --words 500 --max-tokens 4 --interleave --vllm=--enforce-eager"
 
 
 @pytest.mark.nightly
 def test_kvkit_hits_what_plain_vllm_computes(tmp_path: Path) -> None:
-    """As docs/serve/vllm.md has it typed, with a small model and few requests."""
+    """As docs/research/measure.md has it typed, with a small model and few requests."""
     model = save_with_tokenizer(tmp_path / "model")
-    command = on_page("docs/serve/vllm.md", "kvkit bench serve --model")
-    done = run_shell(command, tmp_path, {"--model MODEL": f"--model {model} {FEW}"}, **ENVIRONMENT)
+    command = on_page("docs/research/measure.md", "kvkit bench serve --workloads")
+    done = run_shell(command, tmp_path, {"--requests 8": f"--model {model} {FEW}"}, **ENVIRONMENT)
+    check_printed("docs/research/measure.md", "kvkit bench serve --workloads", done.stdout)
     assert re.search(
         r"vLLM's blocks: \d+\.\d GiB for each of 2; .* are available, 1\.2 GiB of them for tiers", done.stdout
     )
