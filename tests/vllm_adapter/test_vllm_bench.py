@@ -22,7 +22,7 @@ from kvkit.cli import app
 from kvkit.lab.serve.workloads import CONTROL, WORKLOADS
 
 CHUNK = 256
-FEW = "--requests 4 --words 500 --max-tokens 4 --interleave --png serve.png"
+FEW = "--requests 4 --words 500 --png serve.png --vllm=--enforce-eager"
 
 
 @pytest.mark.nightly
@@ -30,7 +30,8 @@ def test_kvkit_hits_what_plain_vllm_computes(tmp_path: Path) -> None:
     """As docs/research/measure.md has it typed, with a small model and few requests."""
     model = save_with_tokenizer(tmp_path / "model")
     command = on_page("docs/research/measure.md", "kvkit bench serve --workloads")
-    done = run_shell(command, tmp_path, {"--requests 4 --words 600": f"--model {model} {FEW}"}, **ENVIRONMENT)
+    changes = {"--rounds 6": "", "--words 1540 --requests 8": f"--model {model} {FEW}"}
+    done = run_shell(command, tmp_path, changes, **ENVIRONMENT)
     check_printed("docs/research/measure.md", "kvkit bench serve --workloads", done.stdout)
     assert re.search(
         r"vLLM's blocks: \d+\.\d GiB for each of 2; .* are available, 1\.2 GiB of them for tiers", done.stdout
