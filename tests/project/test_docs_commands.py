@@ -154,9 +154,9 @@ def test_a_tier_is_measured(tmp_path: Path) -> None:
 def test_code_is_measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for name in [name for name in os.environ if name.startswith("PYTEST_XDIST")]:
         monkeypatch.delenv(name)  # a benchmark within a worker of pytest-xdist measures nothing
-    command = on_page("docs/research/measure.md", "python -m benchmarks.run")
+    command = on_page("docs/research/measure.md", "python -m benchmarks.report.run")
     done = run_shell(command, ROOT, HOME=str(tmp_path), KVKIT_RESULTS=str(tmp_path / "results"))
-    check_printed("docs/research/measure.md", "python -m benchmarks.run", done.stdout)
+    check_printed("docs/research/measure.md", "python -m benchmarks.report.run", done.stdout)
 
 
 def test_the_router_and_its_engines(tmp_path: Path) -> None:
