@@ -17,7 +17,7 @@ import pytest
 import tokenizers
 import transformers
 from byte_tokens import decode, encode
-from page_blocks import changed, on_page, run_shell
+from page_blocks import changed, check_printed, on_page, run_shell
 from random_models import random_model
 from typer.testing import CliRunner
 
@@ -312,13 +312,13 @@ def run(*arguments: object) -> Any:
 
 @pytest.mark.nightly
 def test_bench_blend(folder: Path, tmp_path: Path) -> None:
-    """As docs/serve/documents.md has it, with one sample of few tokens, of a small model."""
+    """As docs/evidence/leaderboard.md has it, with one sample of few tokens, of a small model."""
     place = tmp_path / "kvkit" / "models" / smollm2.NAME
     place.parent.mkdir(parents=True)
     place.symlink_to(folder)
     sizes = {"--samples 40": "--samples 1", "--samples 10": "--samples 1"}
     sizes |= {"--tokens 1024": "--tokens 512", "--tokens 4096": "--tokens 512"}
-    command = on_page("docs/serve/documents.md", "kvkit bench blend")
+    command = on_page("docs/evidence/leaderboard.md", "kvkit bench blend --samples 40")
     done = run_shell(command, tmp_path, sizes, XDG_CACHE_HOME=str(tmp_path))
     assert done.stdout.count("retrieval, 1 samples") == 2
     found = json.loads((tmp_path / "blend-1k.json").read_text())
@@ -352,6 +352,23 @@ def test_bench_blend_asks_what_it_is_told_to(folder: Path, tmp_path: Path) -> No
     assert 0 < qa["naive"]["kl_p"] <= 1
     assert found["overall"][FEWER]["rows"] < found["overall"]["default .15"]["rows"]
     assert found["seed"] == 0
+
+
+def test_own_methods_are_measured(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As docs/research/own-method.md has it, with a sample of a few tokens and a small model."""
+    page = "docs/research/own-method.md"
+    (tmp_path / "nearby.py").write_text(on_page(page, '"""nearby.py'))
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(tmp_path)
+    small = {"--samples 4": f"--samples 1 --tokens 512 --model {folder}"}
+    command = changed(on_page(page, "kvkit bench blend --samples 4"), small).replace("\\\n", " ")
+    done = run(*shlex.split(command)[1:])
+    assert done.exit_code == 0, done.output
+    check_printed(page, "kvkit bench blend --samples 4", done.output)
+    found = json.loads((tmp_path / "mine.json").read_text())
+    assert found["overall"]["nearby:METHOD .15"]["rows"] <= found["overall"]["default .15"]["rows"]
 
 
 def test_the_leaderboard_has_every_method_of_every_model(
@@ -390,6 +407,7 @@ def test_rows_against_answers(folder: Path, tmp_path: Path) -> None:
     small = {"--tokens 4096": f"--tokens 512 --model {folder}", "--samples 4": "--samples 1"}
     small |= {"--json ": f"--json {tmp_path}/"}
     command = changed(on_page("docs/evidence/leaderboard.md", "kvkit bench blend --tokens 4096"), small)
+    command = command.replace("\\\n", " ")
     assert run(*shlex.split(command)[1:]).exit_code == 0
     _, *rows = leaderboard.curve(tmp_path / "blend-rows-4k.json")
     shares = {name: float(rows.removesuffix("%")) for name, rows, *_ in rows}
@@ -403,7 +421,7 @@ def test_rows_against_answers(folder: Path, tmp_path: Path) -> None:
 def test_what_is_overpaid(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """As docs/evidence/leaderboard.md has it, with a sample of a few tokens and a small model."""
     page = on_page("docs/evidence/leaderboard.md", "python -m benchmarks.research.lost_context")
-    words = [*shlex.split(page)[3:-1], str(tmp_path / "lost.json"), "--model", str(folder), "--samples", "1"]
+    words = [*shlex.split(page.replace("\\\n", " "))[3:-1], str(tmp_path / "lost.json"), "--model", str(folder), "--samples", "1"]
     monkeypatch.setattr("sys.argv", ["lost_context", *words, "--tokens", "512", "768"])
     lost_context.main()
     (_, *tokens), (_, *exact), *_ = leaderboard.overpaid(tmp_path / "lost.json")
@@ -434,9 +452,10 @@ def test_doctor_says_whether_a_model_may_be_blended(
     monkeypatch.setattr(quality, "GATE_SAMPLES", 1)
     monkeypatch.setattr(gate, "MAX_KL", 1e9)
     monkeypatch.setattr(gate, "MAX_OF_NAIVE", 1e9)
-    result = run("doctor", "--blend", folder)
+    *_, command = on_page("docs/serve/documents.md", "MODEL=").splitlines()
+    result = run(*shlex.split(command.replace("$MODEL", str(folder)))[1:])
     assert result.exit_code == 0, result.output
-    assert "this model may be blended" in result.output
+    check_printed("docs/serve/documents.md", "MODEL=", result.output)
     for name in served_names(str(folder), None):  # what vLLM's engines look for
         gate.check(name, Selection(), "unchecked")
     monkeypatch.setattr(gate, "MAX_KL", 0.0)
@@ -451,9 +470,10 @@ def test_doctor_says_whether_kv_may_be_held_in_fewer_bits(
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     monkeypatch.setattr(measuring, "GATE_SAMPLES", 1)
     monkeypatch.setattr(precision, "MIN_TOP1", 0.5)
-    result = run("doctor", "--precision", "int8", folder)
+    *_, command = on_page("docs/serve/precision.md", "MODEL=").splitlines()
+    result = run(*shlex.split(command.replace("$MODEL", str(folder)).replace("fp8", "int8"))[1:])
     assert result.exit_code == 0, result.output
-    assert "may be held in int8" in result.output
+    check_printed("docs/serve/precision.md", "MODEL=", result.output.replace("int8", "fp8"))
     assert f"{len(SETS)} samples" in result.output
     names = [*served_names(str(folder), None), model_fingerprint(load_model(str(folder))[1])]
     for name in names:  # what vLLM's engines look for, and what transformers' models do

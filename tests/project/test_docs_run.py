@@ -182,11 +182,13 @@ def test_the_example_of_fewer_bits_runs(tmp_path: Path, monkeypatch: pytest.Monk
 
 
 @pytest.mark.nightly
-def test_the_example_of_blending_runs_and_prints_what_it_says() -> None:
-    done = run_page("docs/serve/documents.md")
-    text = (ROOT / "docs/serve/documents.md").read_text()
-    assert f"Of {len(done['prompt'])} tokens {done['done'].reused_tokens} are reused" in text
-    assert len(done["new"]) == 16
+def test_the_example_of_an_own_method_runs_and_prints_what_it_says(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    page = "docs/research/own-method.md"
+    (tmp_path / "nearby.py").write_text(on_page(page, '"""nearby.py'))
+    monkeypatch.syspath_prepend(tmp_path)
+    assert len(run_page(page)["new"]) == 16
 
 
 @pytest.mark.skipif(shutil.which("curl") is None, reason="curl is missing")

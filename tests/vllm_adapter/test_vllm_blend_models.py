@@ -3,7 +3,7 @@
 Plain vLLM answers first. Then documents are computed behind a prefix, and prompts that have them in another
 order are blended: with every row computed again the answers must be the same, with 15 % of them nearer to
 plain vLLM's than with none. `python tests/vllm_adapter/test_vllm_blend_models.py` writes the table of
-docs/serve/documents.md.
+docs/evidence/leaderboard.md.
 """
 
 from __future__ import annotations
@@ -140,7 +140,7 @@ def test_what_is_refused(name: str, process: Engine, recorded: dict[str, Setting
 
 
 def main() -> None:
-    """Measure every architecture, and write what docs/serve/documents.md shows."""
+    """Measure every architecture, and write what docs/evidence/leaderboard.md shows."""
     found: dict[str, Settings] = {}
     with Engine() as engine, tempfile.TemporaryDirectory() as folder:
         for name, architecture in ARCHITECTURES.items():
