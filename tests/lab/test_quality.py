@@ -354,16 +354,16 @@ def test_bench_blend_asks_what_it_is_told_to(folder: Path, tmp_path: Path) -> No
     assert found["seed"] == 0
 
 
-def test_own_methods_are_measured(
-    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_own_methods_are_measured(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """As docs/research/own-method.md has it, with a sample of a few tokens and a small model."""
     page = "docs/research/own-method.md"
-    (tmp_path / "nearby.py").write_text(on_page(page, '"""nearby.py'))
+    (tmp_path / "nearby.py").write_text(on_page("docs/research/own-method.md", '"""nearby.py'))
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(tmp_path)
     small = {"--samples 4": f"--samples 1 --tokens 512 --model {folder}"}
-    command = changed(on_page(page, "kvkit bench blend --samples 4"), small).replace("\\\n", " ")
+    command = changed(on_page("docs/research/own-method.md", "kvkit bench blend --samples 4"), small).replace(
+        "\\\n", " "
+    )
     done = run(*shlex.split(command)[1:])
     assert done.exit_code == 0, done.output
     check_printed(page, "kvkit bench blend --samples 4", done.output)
@@ -421,7 +421,14 @@ def test_rows_against_answers(folder: Path, tmp_path: Path) -> None:
 def test_what_is_overpaid(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """As docs/evidence/leaderboard.md has it, with a sample of a few tokens and a small model."""
     page = on_page("docs/evidence/leaderboard.md", "python -m benchmarks.research.lost_context")
-    words = [*shlex.split(page.replace("\\\n", " "))[3:-1], str(tmp_path / "lost.json"), "--model", str(folder), "--samples", "1"]
+    words = [
+        *shlex.split(page.replace("\\\n", " "))[3:-1],
+        str(tmp_path / "lost.json"),
+        "--model",
+        str(folder),
+        "--samples",
+        "1",
+    ]
     monkeypatch.setattr("sys.argv", ["lost_context", *words, "--tokens", "512", "768"])
     lost_context.main()
     (_, *tokens), (_, *exact), *_ = leaderboard.overpaid(tmp_path / "lost.json")

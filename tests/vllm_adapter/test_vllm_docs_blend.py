@@ -26,7 +26,10 @@ def test_documents_are_blended_as_the_page_shows(tmp_path: Path) -> None:
     """As typed, but for the port, and for a verdict on the model, which takes minutes."""
     (tmp_path / "kvkit.toml").write_text(blocks(PAGE, "toml")[0].text)
     (port,) = free_ports(1)
-    changes = {"$MODEL": str(smollm2.fetch()), "--served-model-name": f"--port {port} --served-model-name"}
+    changes = {
+        "$MODEL": str(smollm2.fetch()),
+        "--served-model-name": f"--port {port} --enforce-eager --served-model-name",
+    }
     changes |= {'"ratio": 0.15': '"ratio": 0.15, "unchecked": true'}
     serve = on_page(PAGE, "VLLM_CPU_KVCACHE_SPACE=1 python -m vllm")
     ask = changed(on_page(PAGE, '"""ask.py"""'), {":8000/": f":{port}/"})
