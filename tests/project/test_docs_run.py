@@ -185,10 +185,9 @@ def test_the_example_of_fewer_bits_runs(tmp_path: Path, monkeypatch: pytest.Monk
 def test_the_example_of_an_own_method_runs_and_prints_what_it_says(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    page = "docs/research/own-method.md"
-    (tmp_path / "nearby.py").write_text(on_page(page, '"""nearby.py'))
+    (tmp_path / "nearby.py").write_text(on_page("docs/research/own-method.md", '"""nearby.py'))
     monkeypatch.syspath_prepend(tmp_path)
-    assert len(run_page(page)["new"]) == 16
+    assert len(run_page("docs/research/own-method.md")["new"]) == 16
 
 
 @pytest.mark.skipif(shutil.which("curl") is None, reason="curl is missing")

@@ -31,8 +31,8 @@ def test_documents_are_blended_as_the_page_shows(tmp_path: Path) -> None:
         "--served-model-name": f"--port {port} --enforce-eager --served-model-name",
     }
     changes |= {'"ratio": 0.15': '"ratio": 0.15, "unchecked": true'}
-    serve = on_page(PAGE, "VLLM_CPU_KVCACHE_SPACE=1 python -m vllm")
-    ask = changed(on_page(PAGE, '"""ask.py"""'), {":8000/": f":{port}/"})
+    serve = on_page("docs/serve/documents.md", "VLLM_CPU_KVCACHE_SPACE=1 python -m vllm")
+    ask = changed(on_page("docs/serve/documents.md", '"""ask.py"""'), {":8000/": f":{port}/"})
     printed = io.StringIO()
     with Typed(tmp_path, serve, changes, port, **ENVIRONMENT), contextlib.redirect_stdout(printed):
         exec(compile(ask, "ask.py", "exec"), {})
