@@ -1,4 +1,4 @@
-"""The commands of docs/serve/vllm.md work on real vLLM without a GPU."""
+"""The commands of the quick start, and of the pages that go on from it, work on real vLLM without a GPU."""
 
 from __future__ import annotations
 
@@ -10,58 +10,91 @@ import pytest
 
 pytest.importorskip("vllm")
 
-from page_blocks import blocks, on_page, run_shell
+from page_blocks import blocks, changed, check_printed, on_page, run_shell
 from page_command_server import Typed
 from servers import free_ports
 from vllm_process import ENVIRONMENT
 from waiting import wait_for
 
 INFO = ENVIRONMENT | {"VLLM_LOGGING_LEVEL": "INFO"}
+START, REQUESTS, VLLM = (f"docs/serve/{name}.md" for name in ("quick-start", "requests", "vllm"))
+
+
+class Asked:
+    """What is typed beside a server, and what its log says of each request.
+
+    Args:
+        served: the server.
+        folder: where it is typed.
+        port: of the server.
+    """
+
+    def __init__(self, served: Typed, folder: Path, port: int) -> None:
+        self._served, self._folder, self._ports = served, folder, {":8000/": f":{port}/"}
+        self.cached: list[int] = []
+
+    def ask(self, command: str) -> str:
+        """Type a command that asks, and wait for what the log says of it; return the log since."""
+        before = len(self.log)
+        asked = len(_told(self.log))
+        answer = self.type(command)
+        details = json.loads(answer[answer.index('{"id"') :])["usage"]["prompt_tokens_details"]
+        self.cached.append(int(details["cached_tokens"]))
+        wait_for(lambda: len(_told(self.log)) > asked)
+        return self.log[before:]
+
+    def type(self, command: str) -> str:
+        return run_shell(command, self._folder, self._ports).stdout
+
+    @property
+    def log(self) -> str:
+        return self._served.log.read_text()
 
 
 @pytest.mark.nightly
-def test_the_first_experiment_on_a_cpu(tmp_path: Path) -> None:
-    """As typed, with what the page promises in the log: only the port and the disk's folder change.
-
-    (And nothing is compiled, in one process: it starts sooner.)
-    """
-    settings = blocks("docs/serve/vllm.md", "toml")[0].text
-    (tmp_path / "kvkit.toml").write_text(settings.replace("file:///tmp", f"file://{tmp_path}"))
-    (port,) = free_ports(1)
-    there = {":8000/": f":{port}/"}
-    serve = on_page("docs/serve/vllm.md", "MODEL=$(python")
-    changes = {"--served-model-name": f"--port {port} --enforce-eager --served-model-name"}
-    promised = [
-        block.text.strip()
-        for block in blocks("docs/serve/vllm.md", "text")
-        if "prompt tokens hit" in block.text
-    ]
-    again = on_page("docs/serve/vllm.md", "curl -X POST http://127.0.0.1:8000/reset_prefix_cache")
-    reset, ask = again.splitlines()
-    cached, told = [], []
-
-    def have_told(command: str) -> None:
-        """Type a command that asks, and wait for what the log says of it."""
-        cached.append(_cached(run_shell(command, tmp_path, there).stdout))
-        wait_for(lambda: len(_told(served)) == len(cached))
-        told.append(_told(served)[-1])
-
+def test_the_quick_start_on_a_cpu(tmp_path: Path) -> None:
+    """As typed, with what the pages promise: only ports and the disk's folder change."""
+    port, endpoint = free_ports(2)
+    settings = {
+        "file:///tmp": f"file://{tmp_path}",
+        "enabled = true": f"enabled = true\nport = {endpoint}",
+    }
+    (tmp_path / "kvkit.toml").write_text(changed(blocks(START, "toml")[0].text, settings))
+    serve = on_page("docs/serve/quick-start.md", "MODEL=$(python")
+    changes = {"--served-model-name": f"--port {port} --served-model-name"}
+    first = on_page("docs/serve/quick-start.md", 'python -c "\nimport json')
+    reset, again = on_page("docs/serve/quick-start.md", "curl -X POST").splitlines()
+    assert on_page("docs/serve/quick-start.md", "curl http://127.0.0.1:8000/v1").strip() == again
+    private = on_page("docs/serve/requests.md", 'python -c "\nimport json')
+    keep = on_page("docs/serve/requests.md", "sed '1s/^{/")
+    count = on_page("docs/serve/vllm.md", "curl -s http://127.0.0.1:8000/metrics")
+    top = on_page("docs/serve/quick-start.md", "kvkit top --once")
     with Typed(tmp_path, serve, changes, port, **INFO) as served:
-        have_told(on_page("docs/serve/vllm.md", 'python -c "\nimport json'))
-        have_told(ask)
-        assert json.loads(run_shell(reset, tmp_path, there).stdout) == {"success": True}
-        have_told(ask)
+        asked = Asked(served, tmp_path, port)
+        _check(START, 'python -c "\nimport json', asked.ask(first))
+        assert "hit none; stored none" in asked.ask(again)
+        assert json.loads(asked.type(reset)) == {"success": True}
+        _check(START, "curl -X POST", asked.ask(again))
+        assert asked.cached == [0, 1792, 1792]
+        _check(REQUESTS, 'python -c "\nimport json', asked.ask(private))
+        check_printed(REQUESTS, "sed '1s/^{/", asked.ask(keep))
     with Typed(tmp_path, serve, changes, port, **INFO) as served:
-        have_told(ask)
-    assert cached == [0, 1792, 1792, 1792]
-    assert told == [promised[0], "of 1835 prompt tokens hit none; stored none", *promised[1:]]
+        asked = Asked(served, tmp_path, port)
+        _check(START, "curl http://127.0.0.1:8000/v1", asked.ask(again))
+        assert asked.cached == [1792]
+        wait_for(lambda: "vllm:kvkit_loaded_tokens_total{" in asked.type("curl -s http://127.0.0.1:8000/metrics"))
+        check_printed(VLLM, "curl -s http://127.0.0.1:8000/metrics", asked.type(count))
+        shown = run_shell(f"{top.strip()} http://127.0.0.1:{endpoint}", tmp_path).stdout
+        check_printed(START, "kvkit top --once", shown)
 
 
-def _cached(answer: str) -> int:
-    """Read how many tokens of a prompt no computation was needed for."""
-    return int(json.loads(answer[answer.index("{") :])["usage"]["prompt_tokens_details"]["cached_tokens"])
+def _check(page: str, start: str, log: str) -> None:
+    """Compare what the log says of one request with what the page shows, numbers included."""
+    check_printed(page, start, log)
+    (block,) = (block for block in blocks(page) if block.text.startswith(start))
+    assert _told(block.expected) == _told(log)
 
 
-def _told(served: Typed) -> list[str]:
-    """List what the log says of each request."""
-    return re.findall(r"of \d+ prompt tokens hit .*", served.log.read_text())
+def _told(log: str) -> list[str]:
+    """List what a log says of each request."""
+    return re.findall(r"of \d+ prompt tokens hit .*", log)

