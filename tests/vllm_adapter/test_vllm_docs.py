@@ -82,7 +82,9 @@ def test_the_quick_start_on_a_cpu(tmp_path: Path) -> None:
         asked = Asked(served, tmp_path, port)
         _check(START, "curl http://127.0.0.1:8000/v1", asked.ask(again))
         assert asked.cached == [1792]
-        wait_for(lambda: "vllm:kvkit_loaded_tokens_total{" in asked.type("curl -s http://127.0.0.1:8000/metrics"))
+        wait_for(
+            lambda: "vllm:kvkit_loaded_tokens_total{" in asked.type("curl -s http://127.0.0.1:8000/metrics")
+        )
         check_printed(VLLM, "curl -s http://127.0.0.1:8000/metrics", asked.type(count))
         shown = run_shell(f"{top.strip()} http://127.0.0.1:{endpoint}", tmp_path).stdout
         check_printed(START, "kvkit top --once", shown)
