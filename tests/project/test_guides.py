@@ -11,6 +11,7 @@ from repository import ROOT
 GUIDES = [page for page in PAGES if page.startswith(("docs/serve/", "docs/research/"))]
 OTHERS = [ROOT / name for name in ("CHANGELOG.md", "benchmarks/gpu/README.md")]
 WORDS_PER_GUIDE, ROWS_PER_TABLE, WORDS_IN_ALL = 1200, 10, 40_000
+COLUMNS = 100
 HEADER = re.compile(r"# .+\n\n- \*\*For:\*\* .+\n- \*\*Why:\*\* .+\n- \*\*You need:\*\* .+\n\n")
 
 
@@ -83,6 +84,12 @@ def test_lines_of_tables_fit() -> None:
         for page in GUIDES
     }
     assert {page: found for page, found in cells.items() if found} == {}
+
+
+def test_commands_fit_the_page() -> None:
+    shown = [block for page in GUIDES for block in blocks(page, "sh", "console", "toml")]
+    long = {str(block): line for block in shown for line in block.text.splitlines() if len(line) > COLUMNS}
+    assert long == {}
 
 
 def test_output_is_compared_by_its_shape(tmp_path: Path) -> None:
