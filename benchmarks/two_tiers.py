@@ -12,13 +12,13 @@ from kvkit.cache import Cache, SequencePages
 from kvkit.format.layout import KVLayout, LayerGroup, Namespace
 from kvkit.format.record import RecordFormat
 from kvkit.kernels.pages.api import Pages
+from kvkit.lab.testbed.servers import S3Server
 from kvkit.staging import Staging
 from kvkit.tiers.base import Tier
 from kvkit.tiers.memory import MemoryTier
 from kvkit.tiers.objects import ObjectTier
 from kvkit.tiers.settings import TierConfig
 from kvkit.transfer.policy import Policy
-from tests.support.servers import S3Server
 
 CHUNK_TOKENS, BLOCK_TOKENS = 256, 16
 TIMEOUT_S = 120.0

@@ -12,12 +12,12 @@ from typing import Any
 import torch
 
 from benchmarks.gpu.results import AGAIN, Results
-from benchmarks.gpu.small import SMALL, small_problems
 from kvkit.kernels.tuning.cases import Case, Problem
 from kvkit.kernels.tuning.compiling import ProblemFactory
 from kvkit.kernels.tuning.devices import cuda_timer, target_name
 from kvkit.kernels.tuning.problems import every_problem
 from kvkit.kernels.tuning.search import Measure
+from kvkit.lab.testbed.small_problems import SMALL, small_problems
 
 FOREMOST = ("attend", "copy_rows", "encode_rows")
 WAYS = ("pages_to_host", "host_to_pages")

@@ -18,11 +18,11 @@ import torch
 from triton.runtime import cache
 
 from benchmarks.gpu.packages import TRITON_CACHE
-from benchmarks.gpu.small import SMALL
 from kvkit.kernels.tuning.cases import Problem
 from kvkit.kernels.tuning.compiling import compile_for
 from kvkit.kernels.tuning.configs import Launch
 from kvkit.kernels.tuning.problems import every_problem
+from kvkit.lab.testbed.small_problems import SMALL
 
 KEY = "triton-key"
 """The file that says whose cache it is."""

@@ -19,24 +19,24 @@ from benchmarks.link import NoLink, link
 from benchmarks.serving import resident, timeline
 from benchmarks.timing import forget, interleaved, processor_s, ratio
 from benchmarks.two_tiers import Tokens, TwoTiers, by_turns
+from kvkit.lab.testbed.servers import S3Server, data_folder
 from kvkit.tiers.objects import ObjectTier
-from tests.support.servers import S3Server, data_folder
 
 ROUNDS = 15
 LINK_MBITS = 2000
 
 
 @pytest.fixture(scope="module")
-def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[S3Server]:
-    with data_folder(tmp_path_factory, "bench-engine") as folder, S3Server(folder) as server:
+def server() -> Iterator[S3Server]:
+    with data_folder("bench-engine") as folder, S3Server(folder) as server:
         yield server
 
 
 @pytest.fixture(scope="module")
-def far_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[S3Server]:
+def far_server() -> Iterator[S3Server]:
     """A server behind a link of `LINK_MBITS`."""
     with ExitStack() as open_:
-        folder = open_.enter_context(data_folder(tmp_path_factory, "bench-engine-far"))
+        folder = open_.enter_context(data_folder("bench-engine-far"))
         try:
             there = open_.enter_context(link(LINK_MBITS))
         except NoLink as why:

@@ -17,11 +17,11 @@ from obstore.store import S3Store
 
 from benchmarks.batch import Batch
 from benchmarks.timing import interleaved, ratio
+from kvkit.lab.testbed.servers import RedisServer, S3Server, data_folder
 from kvkit.tiers.base import Tier, default_threads
 from kvkit.tiers.objects import ObjectTier
 from kvkit.tiers.redis import PREFIX, RedisTier
 from kvkit.tiers.settings import TierConfig
-from tests.support.servers import RedisServer, S3Server, data_folder
 
 MIB = 1 << 20
 RECORDS = 32
@@ -30,8 +30,8 @@ ROUNDS = 7
 
 
 @pytest.fixture(scope="module")
-def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[S3Server]:
-    with data_folder(tmp_path_factory, "bench-s3") as folder, S3Server(folder) as server:
+def server() -> Iterator[S3Server]:
+    with data_folder("bench-s3") as folder, S3Server(folder) as server:
         yield server
 
 

@@ -34,13 +34,13 @@ from kvkit.format.layout import KVLayout, LayerGroup, Namespace
 from kvkit.format.record import RecordFormat
 from kvkit.kernels.pages.api import Pages
 from kvkit.lab.serve.systems import free_port, serving
+from kvkit.lab.testbed.servers import RedisServer
 from kvkit.staging import Lease, Staging, release_all
 from kvkit.tiers.base import Tier
 from kvkit.tiers.memory import MemoryTier
 from kvkit.tiers.objects import ObjectTier
 from kvkit.tiers.shm.file import pool_path
 from kvkit.tiers.shm.tier import ShmTier
-from tests.support.servers import RedisServer
 
 CHUNK_TOKENS, CHUNKS, WARMUP = 256, 16, 3
 ROUNDS = {1: 30, 8: 10}

@@ -21,9 +21,9 @@ from benchmarks.folders import RESULTS, ROOT
 from benchmarks.timing import forget
 from benchmarks.two_tiers import TwoTiers, by_turns
 from kvkit.environment import describe, slug
+from kvkit.lab.testbed.servers import S3Server
 from kvkit.tiers.objects import ObjectTier
 from kvkit.transfer import load, sequence
-from tests.support.servers import S3Server
 
 COLORS = {
     "read disk": "#2e4057",

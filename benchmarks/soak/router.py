@@ -34,8 +34,8 @@ from benchmarks.soak.leaks import Flat
 from benchmarks.soak.phases import Phases, options, phases_of, report
 from benchmarks.soak.stub_engine import CALM, prompt_of
 from kvkit.lab.serve.systems import free_port
-from tests.support.openai_engine import Body, text_after
-from tests.support.servers import Process
+from kvkit.lab.testbed.openai_engine import Body, text_after
+from kvkit.lab.testbed.servers import Process
 
 ENGINES = {"p0": "prefill", "p1": "prefill", "d0": "decode", "d1": "decode", "d2": "decode"}
 CLIENTS = 8

@@ -12,7 +12,6 @@ grew.
 
 from __future__ import annotations
 
-import ctypes
 import json
 import os
 import random
@@ -36,6 +35,9 @@ import torch
 from benchmarks.soak.leaks import Flat
 from benchmarks.soak.phases import Phases, options, phases_of, report
 from kvkit.cache import Cache
+from kvkit.lab.testbed.engine_stub import Engine, small_layout, small_namespace
+from kvkit.lab.testbed.pool_integrity import check_room
+from kvkit.lab.testbed.servers import die_with_parent
 from kvkit.staging import Staging
 from kvkit.tiers.base import TierError
 from kvkit.tiers.memory import MemoryTier
@@ -44,8 +46,6 @@ from kvkit.tiers.shm.pool import Pool
 from kvkit.tiers.shm.tier import ShmTier
 from kvkit.transfer.policy import Policy
 from kvkit.transfer.sequence import largest_record_bytes
-from tests.support.engine_stub import Engine, small_layout, small_namespace
-from tests.support.pool_integrity import check_room
 
 CHUNK, SLOTS = 16, 96
 """Tokens of a chunk, and slots of the pool: about half of the chunks that prompts have."""
@@ -324,7 +324,7 @@ class Soak:
             return
         status = 1
         try:
-            _die_with_parent()
+            die_with_parent()
             log = os.open(self.folder / f"{name}.log", os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
             os.dup2(log, 1)
             os.dup2(log, 2)
@@ -351,11 +351,6 @@ class Soak:
         if found != want:
             log = (self.folder / f"{name}.log").read_text(errors="replace")
             self.wrong.append(f"{name} ended with {found}: {log[-2000:]}")
-
-
-def _die_with_parent() -> None:
-    pr_set_pdeathsig = 1
-    ctypes.CDLL(None).prctl(pr_set_pdeathsig, signal.SIGKILL)
 
 
 def main() -> int:

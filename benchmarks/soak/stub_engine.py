@@ -1,4 +1,4 @@
-"""An engine for the soak of the router, in a process of its own: the toy of the tests, which fails at random.
+"""An engine for the soak of the router, in a process of its own: the toy engine, which fails at random.
 
     python -m benchmarks.soak.stub_engine PORT EVENTS REPLAY BLOCKS SEED
 
@@ -23,9 +23,9 @@ import zmq
 import zmq.asyncio
 from aiohttp import web
 
+from kvkit.lab.testbed.openai_engine import Body, Toy, render
 from kvkit.router.events import KVEventBatch
 from kvkit.router.index import BlockHash, ClearedBlocks, KVEvent, RemovedBlocks, StoredBlocks
-from tests.support.openai_engine import Body, Toy, render
 
 BLOCK = 16
 """Tokens of a block."""

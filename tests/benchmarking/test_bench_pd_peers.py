@@ -9,13 +9,13 @@ from pathlib import Path
 
 import pytest
 from transformers import AutoConfig
-from waiting import wait_for
 
 from benchmarks.report.tables import MACHINE, render
 from benchmarks.serving.engines import BLOCK, TOKEN_BYTES, awake
 from benchmarks.serving.pd_peers import PROMPT_TOKENS, Handed, summary, systems
 from kvkit.adapters.huggingface import smollm2
 from kvkit.adapters.vllm.settings import read_settings
+from kvkit.lab.testbed.waiting import wait_for
 
 
 def state_of(pid: int) -> str:

@@ -13,7 +13,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from engine_stub import POISON, Engine, small_layout, small_namespace
 from random_models import random_model
 from typer.testing import CliRunner
 
@@ -28,6 +27,7 @@ from kvkit.format.rope import Rope, Rotation
 from kvkit.kernels.checks import LaunchError
 from kvkit.kernels.pages import reference
 from kvkit.kernels.pages.api import Pages, pack, unpack
+from kvkit.lab.testbed.engine_stub import POISON, Engine, small_layout, small_namespace
 from kvkit.observe.inspect import list_store
 from kvkit.settings import ConfigError
 from kvkit.tiers.shm.file import pool_path

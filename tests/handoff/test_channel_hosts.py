@@ -12,10 +12,10 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 from channels import DEADLINE_S, fill, nowhere, pattern
 from network_namespaces import Host
-from waiting import wait_for
 
 from kvkit.handoff.transport.addresses import connect, listen
 from kvkit.handoff.transport.channel import Channel, ChannelClosed, ChannelError, ChannelTimeout, Listener
+from kvkit.lab.testbed.waiting import wait_for
 
 TIMEOUT_S = 1.0
 UNUSED_PORT = 9

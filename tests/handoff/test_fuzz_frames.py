@@ -17,7 +17,6 @@ from handoff_nodes import IDENTITY, LONG_S, Node, Speaker
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from repository import TESTS
-from waiting import wait_for
 
 from kvkit.handoff.protocol.messages import (
     MAX_BODY_BYTES,
@@ -32,6 +31,7 @@ from kvkit.handoff.transport.channel import HEADER, MAX_FIRST_BODY_BYTES, Channe
 from kvkit.handoff.transport.link import Link
 from kvkit.handoff.transport.stream import Stream
 from kvkit.handoff.transport.unix import LocalChannel
+from kvkit.lab.testbed.waiting import wait_for
 from kvkit.tiers.testing.contract import SLOT_BYTES
 
 SEEDS = {path.name: path.read_bytes() for path in sorted((TESTS / "corpus/frames").iterdir())}

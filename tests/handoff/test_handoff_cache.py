@@ -14,7 +14,6 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 import trustme
-from engine_stub import Engine, small_layout, small_namespace
 from handoff_nodes import LONG_S, Speaker
 from page_blocks import on_page
 
@@ -29,6 +28,7 @@ from kvkit.handoff.sender import HandoffError, Sender
 from kvkit.handoff.settings import HandoffConfig, buffer_size, identify, slots_of
 from kvkit.handoff.tier import HandoffTier
 from kvkit.handoff.transport.channel import ChannelError
+from kvkit.lab.testbed.engine_stub import Engine, small_layout, small_namespace
 from kvkit.tiers.base import Tier, TierError
 from kvkit.transfer.policy import Policy
 from kvkit.transfer.sequence import AllPages, Chunks

@@ -9,11 +9,11 @@ from pathlib import Path
 import pytest
 from handoff_nodes import LONG_S, Node, Process, assert_holds
 from handoff_pairs import ended, node, sender, wait_until_free  # noqa: F401 - some are fixtures
-from waiting import wait_for
 
 from kvkit.handoff.protocol.messages import Admit
 from kvkit.handoff.sender import HandoffError, RemoteSlots, Sender, Sending
 from kvkit.handoff.transport.channel import ChannelError
+from kvkit.lab.testbed.waiting import wait_for
 from kvkit.staging import release_all
 from kvkit.tiers.testing.contract import SLOT_BYTES, Completions, record_bytes, record_names
 

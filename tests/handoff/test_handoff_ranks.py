@@ -13,10 +13,8 @@ from typing import Any
 
 import pytest
 from caches import make_engine, new_cache, new_staging, sequence
-from engine_stub import Engine
 from handoff_nodes import LONG_S, Node, Process, assert_holds
 from handoff_pairs import ADDRESSES, address, ended, new_sender, node, send, sender, slots, wait_until_free  # noqa: F401
-from waiting import wait_for
 
 from kvkit.format.layout import KVLayout, LayerGroup, Namespace, heads_of
 from kvkit.handoff import ranks as ranks_module
@@ -29,6 +27,8 @@ from kvkit.handoff.sender import HandoffError, Sender
 from kvkit.handoff.settings import identify
 from kvkit.handoff.tier import HandoffTier
 from kvkit.handoff.transport.handshake import Identity
+from kvkit.lab.testbed.engine_stub import Engine
+from kvkit.lab.testbed.waiting import wait_for
 from kvkit.staging import Staging
 from kvkit.tiers.testing.contract import record_names
 

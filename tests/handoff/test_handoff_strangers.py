@@ -26,7 +26,6 @@ from handoff_nodes import (
     new_sender,
     raw_socket,
 )
-from waiting import wait_for
 
 from kvkit.handoff import endpoint
 from kvkit.handoff.endpoint import Endpoint
@@ -37,6 +36,7 @@ from kvkit.handoff.transport import acceptor
 from kvkit.handoff.transport.acceptor import MAX_UNAUTHENTICATED
 from kvkit.handoff.transport.channel import HEADER
 from kvkit.handoff.transport.link import MAX_QUEUED_BYTES
+from kvkit.lab.testbed.waiting import wait_for
 from kvkit.staging import Staging, release_all
 from kvkit.tiers.testing.contract import SLOT_BYTES, record_names
 

@@ -15,7 +15,6 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
-from engine_stub import Engine, small_layout, small_namespace
 
 from histories.history import HANDOFF, MEMORY, PEER, STORE
 from histories.recorder import Recorder
@@ -25,6 +24,7 @@ from kvkit.handoff.chunk_sender import ChunkSender
 from kvkit.handoff.protocol.states import Phase
 from kvkit.handoff.sender import HandoffError
 from kvkit.handoff.tier import HandoffTier
+from kvkit.lab.testbed.engine_stub import Engine, small_layout, small_namespace
 from kvkit.tiers import health
 from kvkit.transfer.sequence import Chunks, Hit
 

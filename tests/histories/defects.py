@@ -10,13 +10,12 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 
-import engine_stub
-
 from kvkit.cache import Cache
 from kvkit.format import record as records
 from kvkit.format.keys import namespace_digest
 from kvkit.format.layout import Namespace
 from kvkit.handoff.receiver import Receiver
+from kvkit.lab.testbed import engine_stub
 from kvkit.staging import Lease
 from kvkit.tiers.folder import Folder
 from kvkit.tiers.objects import ObjectTier

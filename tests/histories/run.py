@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 import importlib
 import json
 import os
@@ -17,13 +16,14 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from engine_stub import Engine, small_layout, small_namespace
 
 from histories.client import CHUNK, Client, Member, look_at_all
 from histories.history import PEER, History, read
 from histories.network import Host
 from histories.setups import SETUPS, Setup
 from kvkit.kernels.pages.api import pack, unpack
+from kvkit.lab.testbed.engine_stub import Engine, small_layout, small_namespace
+from kvkit.lab.testbed.servers import die_with_parent
 
 HANGS_S = 90.0
 """A process that has not ended so long after the end of a run hangs."""
@@ -142,7 +142,7 @@ class _Run:
             return
         status = 1
         try:
-            _die_with_parent()
+            die_with_parent()
             log = os.open(self.folder / f"{process}.log", os.O_WRONLY | os.O_CREAT)
             os.dup2(log, 1)
             os.dup2(log, 2)
@@ -204,8 +204,3 @@ class _Run:
             time.sleep(0.005)
         if name in self._alive:
             self.trouble.append(f"{self._alive[name][0]} does not end")
-
-
-def _die_with_parent() -> None:
-    pr_set_pdeathsig = 1
-    ctypes.CDLL(None).prctl(pr_set_pdeathsig, signal.SIGKILL)

@@ -8,11 +8,10 @@ from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from servers import RedisServer, free_ports
-
 from histories.client import DECODE, HANDOFF_S, PREFILL, SHARED, Member
 from histories.history import MEMORY, PEER, STORE
 from histories.network import Host
+from kvkit.lab.testbed.servers import RedisServer, free_ports
 from kvkit.tiers.shm.file import pool_path
 
 OWN = {MEMORY: {"capacity": "64KiB"}}

@@ -12,7 +12,6 @@ import torch
 import transformers
 from cached_models import config, prompt
 from decoder_models import make
-from engine_stub import POISON
 from test_growing_cache import generated
 
 from kvkit.adapters.huggingface.blended import BlendedModel
@@ -25,6 +24,7 @@ from kvkit.blend.plan import BlendError
 from kvkit.config import load_config
 from kvkit.format.layout import LayoutError
 from kvkit.format.names import METADATA
+from kvkit.lab.testbed.engine_stub import POISON
 from kvkit.settings import ConfigError
 
 KINDS = ("lfm2", "falcon_h1", "inkling_text", "nemotron_h")

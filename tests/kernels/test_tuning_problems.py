@@ -5,12 +5,12 @@ from __future__ import annotations
 import pytest
 import torch
 
-from benchmarks.gpu.small import SMALL, small_attention, small_scatter
 from kvkit.kernels.attention import problems as attention
 from kvkit.kernels.attention.problems import ATTENTIONS, SCATTERS
 from kvkit.kernels.tuning.cases import Problem
 from kvkit.kernels.tuning.configs import Launch
 from kvkit.kernels.tuning.problems import every_problem
+from kvkit.lab.testbed.small_problems import SMALL, small_attention, small_scatter
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 

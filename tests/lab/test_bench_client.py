@@ -8,11 +8,11 @@ from dataclasses import replace
 
 import pytest
 from completions_server import Completions
-from servers import free_ports
 
 from kvkit.lab.files import BenchError
 from kvkit.lab.serve.client import Completion, Target, ask, connect, counted_hits, drive, tokenize
 from kvkit.lab.serve.workloads import CompletionRequest, chat
+from kvkit.lab.testbed.servers import free_ports
 from kvkit.tiers.testing.contract import DEADLINE_S
 
 SHORT_S = 0.3

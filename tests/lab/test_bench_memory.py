@@ -12,13 +12,13 @@ from pathlib import Path
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from waiting import wait_for
 
 from kvkit.config import load_config
 from kvkit.lab.files import BenchError
 from kvkit.lab.serve import memory
 from kvkit.lab.serve.memory import LEAST_BYTES, PROCESS_BYTES, MemoryTooSmall, share, split
 from kvkit.lab.serve.systems import serving
+from kvkit.lab.testbed.waiting import wait_for
 
 GIB = 1 << 30
 SIZES = st.integers(0, 1 << 40)

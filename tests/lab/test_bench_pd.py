@@ -7,7 +7,6 @@ from pathlib import Path
 
 import pytest
 from completions_server import Completions
-from openai_engine import OpenAIEngine
 from rich.console import Console
 from typer.testing import CliRunner
 
@@ -18,6 +17,7 @@ from kvkit.lab.demo.pd import FLOWS, TURNS, PdTurn
 from kvkit.lab.files import BenchError
 from kvkit.lab.serve.client import connect, loaded_tokens
 from kvkit.lab.serve.systems import routed
+from kvkit.lab.testbed.openai_engine import OpenAIEngine
 
 
 @pytest.fixture

@@ -14,7 +14,7 @@ from typing import Any
 from guest import PORT
 from run import KERNEL
 
-from tests.support.waiting import wait_until
+from kvkit.lab.testbed.waiting import wait_until
 
 BOOT_S, CALL_S = 60.0, 60.0
 NFS_PORT = 2049

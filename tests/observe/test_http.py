@@ -17,13 +17,13 @@ from urllib.parse import urlsplit
 import numpy as np
 import pytest
 from endpoints import HEAD, TOKEN, ask, call, its_endpoint, managed_cache, raw  # noqa: F401 - fixtures, too
-from engine_stub import Engine, small_layout
 from prometheus_client.parser import text_string_to_metric_families
 from stub_cache import ManagedCache, filled_counts
-from waiting import wait_for
 
 from kvkit.cache import Cache
 from kvkit.config import load_config, open_cache
+from kvkit.lab.testbed.engine_stub import Engine, small_layout
+from kvkit.lab.testbed.waiting import wait_for
 from kvkit.observe import http as module
 from kvkit.observe.access import read_token
 from kvkit.observe.http import Server

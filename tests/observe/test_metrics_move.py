@@ -9,11 +9,9 @@ from pathlib import Path
 import pytest
 import torch
 from caches import CHUNK, new_cache, new_staging, sequence
-from engine_stub import Engine, small_layout, small_namespace
 from metric_names import Samples, documented, moved, samples
 from prometheus_client import generate_latest
 from random_models import random_model
-from waiting import wait_for
 
 from kvkit.adapters.huggingface.blended import BlendedModel
 from kvkit.cache import Cache
@@ -24,6 +22,8 @@ from kvkit.handoff.receiver import Receiver
 from kvkit.handoff.sender import Sender
 from kvkit.handoff.tier import HandoffTier
 from kvkit.handoff.transport.handshake import Identity
+from kvkit.lab.testbed.engine_stub import Engine, small_layout, small_namespace
+from kvkit.lab.testbed.waiting import wait_for
 from kvkit.observe import metrics
 from kvkit.staging import Staging
 from kvkit.tiers.base import Tier

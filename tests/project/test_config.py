@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from engine_stub import small_layout
 from page_blocks import blocks
 from pydantic import BaseModel, Secret, SecretStr
 
@@ -16,6 +15,7 @@ from kvkit.config import Config, PolicyConfig, load_config, open_cache
 from kvkit.format.record import RecordFormat
 from kvkit.lab.simulate.config import load_simulation
 from kvkit.lab.simulate.traces import read_trace
+from kvkit.lab.testbed.engine_stub import small_layout
 from kvkit.router.settings import read_router_config
 from kvkit.settings import ConfigError
 from kvkit.tiers.memory import MemoryTier

@@ -8,13 +8,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from engine_stub import small_layout, small_namespace
 from test_config import DISK, clean_environment, write  # noqa: F401 - a fixture
 
 from kvkit.config import Config, PolicyConfig, ServerConfig, load_config, open_cache
 from kvkit.format.layout import LayoutError
 from kvkit.format.record import CODECS
 from kvkit.handoff.settings import HandoffConfig
+from kvkit.lab.testbed.engine_stub import small_layout, small_namespace
 from kvkit.settings import ConfigError
 from kvkit.tiers.settings import TierConfig
 

@@ -18,7 +18,7 @@ import yaml
 from matplotlib import image
 from page_blocks import blocks
 from pydantic import BaseModel
-from servers import RedisServer, S3Server, free_ports, s3  # noqa: F401 - s3 is a fixture
+from s3_fixture import s3  # noqa: F401 - a fixture
 from typer.core import TyperGroup
 from typer.main import get_command
 

@@ -12,13 +12,13 @@ from pathlib import Path
 
 import pytest
 from completions_server import Completions
-from openai_engine import OpenAIEngine
 from page_blocks import DATA, EXCUSE, PAGES, ROOT, RUNNABLE, Block, blocks, check_printed, on_page, run_shell
 from page_command_server import Typed
 from repository import TESTS
-from servers import free_ports, together
 
 from kvkit.lab.serve.workloads import WORKLOADS
+from kvkit.lab.testbed.openai_engine import OpenAIEngine
+from kvkit.lab.testbed.servers import free_ports, together
 from kvkit.tiers.testing.contract import DEADLINE_S
 
 EVERY = [block for page in PAGES for block in blocks(page)]

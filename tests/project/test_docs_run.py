@@ -17,7 +17,7 @@ import numpy as np
 import page_blocks
 import pytest
 from page_blocks import blocks, changed, check_printed, environment, on_page, run_page, run_shell
-from servers import RedisServer, S3Server, free_ports, s3  # noqa: F401 - s3 is a fixture
+from s3_fixture import s3  # noqa: F401 - a fixture
 from small_models import save_with_tokenizer
 
 from benchmarks.report.tables import ROOT
@@ -26,6 +26,7 @@ from kvkit import Cache, SequencePages, load_config, open_cache
 from kvkit.format.layout import KVLayout, LayerGroup
 from kvkit.kernels.pages.api import Pages
 from kvkit.lab.simulate.config import SimulationConfig
+from kvkit.lab.testbed.servers import RedisServer, S3Server, free_ports
 from kvkit.observe.access import DEFAULT_PORT
 from kvkit.router.settings import read_router_config
 from kvkit.settings import read_toml

@@ -7,9 +7,9 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from openai_engine import DEFAULTS, pieces_of, render, text_after, tokens_after
 from routers import text_of
 
+from kvkit.lab.testbed.openai_engine import DEFAULTS, pieces_of, render, text_after, tokens_after
 from kvkit.router.answers import Answer, CannotContinue
 from kvkit.router.openai import Body, ParsedRequest, decode_body
 

@@ -17,10 +17,10 @@ import pytest
 pytest.importorskip("aiohttp")
 
 from garbage_http_server import Garbage, chunk, http, streamed
-from openai_engine import TOKEN, OpenAIEngine, pieces_of, text_after
 from routers import Command, Routed, ask, fetch, stream, text_of
-from waiting import wait_for
 
+from kvkit.lab.testbed.openai_engine import TOKEN, OpenAIEngine, pieces_of, text_after
+from kvkit.lab.testbed.waiting import wait_for
 from kvkit.router import answers, engines, openai
 from kvkit.router.routing import Candidate, RoutingLimits, choose_decode
 from kvkit.tiers.testing.contract import DEADLINE_S

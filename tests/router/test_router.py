@@ -18,7 +18,6 @@ import pytest
 
 pytest.importorskip("aiohttp")
 
-from openai_engine import TOKEN, render, tokens_after
 from routers import (  # noqa: F401 - fixtures, too
     CHAT,
     COMPLETIONS,
@@ -38,10 +37,11 @@ from routers import (  # noqa: F401 - fixtures, too
     wanted,
     wanted_prompt,
 )
-from servers import free_ports
 from stub_cache import ManagedCache
-from waiting import wait_for
 
+from kvkit.lab.testbed.openai_engine import TOKEN, render, tokens_after
+from kvkit.lab.testbed.servers import free_ports
+from kvkit.lab.testbed.waiting import wait_for
 from kvkit.observe.http import Server
 from kvkit.router.engines import Engine
 from kvkit.router.lookups import LookupQuery

@@ -19,8 +19,8 @@ pytest.importorskip("aiohttp")
 
 from event_subscriber import Following, addresses
 from memory_limits import Measured
-from waiting import START_S
 
+from kvkit.lab.testbed.waiting import START_S
 from kvkit.router.index import BlockIndex, ClearedBlocks, KVEvent, RemovedBlocks
 
 MIB = 1 << 20

@@ -13,7 +13,6 @@ import pytest
 
 pytest.importorskip("aiohttp")
 
-from openai_engine import TOKEN, render, text_after
 from routers import (  # noqa: F401 - fixtures, too
     CHAT,
     COMPLETIONS,
@@ -33,8 +32,9 @@ from routers import (  # noqa: F401 - fixtures, too
     wanted_prompt,
 )
 from stub_cache import ManagedCache
-from waiting import wait_for
 
+from kvkit.lab.testbed.openai_engine import TOKEN, render, text_after
+from kvkit.lab.testbed.waiting import wait_for
 from kvkit.observe.http import Server
 from kvkit.router.documents import Documents, PostedDocument
 from kvkit.router.engines import Engine

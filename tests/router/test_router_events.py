@@ -29,7 +29,6 @@ from routers import (  # noqa: F401 - fixtures, too
     engine_processes,
     engines_as_new,
 )
-from servers import adjacent_ports
 from vllm.distributed.kv_events import (
     AllBlocksCleared,
     BlockRemoved,
@@ -38,9 +37,10 @@ from vllm.distributed.kv_events import (
     KVEventBatch,
     ZmqEventPublisher,
 )
-from waiting import START_S, wait_for
 
 from kvkit.adapters.vllm.events import TierBlocksStored, TiersCleared
+from kvkit.lab.testbed.servers import adjacent_ports
+from kvkit.lab.testbed.waiting import START_S, wait_for
 from kvkit.router.index import BlockIndex, KVEvent
 from kvkit.router.settings import read_router_config
 

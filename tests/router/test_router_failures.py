@@ -15,7 +15,6 @@ pytest.importorskip("aiohttp")
 import aiohttp
 from aiohttp import web
 from aiohttp.test_utils import TestClient, TestServer
-from openai_engine import text_after, tokens_after
 from routers import (  # noqa: F401 - fixtures, too
     CHAT,
     COMPLETIONS,
@@ -35,9 +34,10 @@ from routers import (  # noqa: F401 - fixtures, too
     wanted,
     wanted_prompt,
 )
-from servers import free_ports
-from waiting import wait_for
 
+from kvkit.lab.testbed.openai_engine import text_after, tokens_after
+from kvkit.lab.testbed.servers import free_ports
+from kvkit.lab.testbed.waiting import wait_for
 from kvkit.router.clients import Client
 from kvkit.router.engines import Engine
 from kvkit.router.settings import EngineConfig, RouterConfig

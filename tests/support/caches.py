@@ -8,9 +8,9 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from engine_stub import Engine, small_layout, small_namespace
 
 from kvkit.cache import Cache
+from kvkit.lab.testbed.engine_stub import Engine, small_layout, small_namespace
 from kvkit.staging import Lease, Staging, release_all
 from kvkit.tiers.base import OnComplete, Tier
 from kvkit.tiers.objects import ObjectTier

@@ -6,8 +6,8 @@ import asyncio
 from pathlib import Path
 
 import aiohttp
-from waiting import START_S
 
+from kvkit.lab.testbed.waiting import START_S
 from kvkit.router.engines import Engine
 from kvkit.router.events import EventLookup, EventSubscriber
 from kvkit.router.lookups import LookupQuery

@@ -18,12 +18,12 @@ import numpy as np
 from vllm.distributed.kv_events import BlockRemoved, KVCacheEvent
 from vllm.v1.core.kv_cache_utils import maybe_convert_block_hash
 from vllm_rank import BLOCK, CHUNK, TABLE, Rank
-from waiting import wait_for
 
 from kvkit.adapters.engine.lookup_request import LookupRequest, Sequence
 from kvkit.adapters.vllm.events import Events, TierBlocksStored, TiersCleared
 from kvkit.adapters.vllm.step import LoadTask, SaveTask, WorkerReport
 from kvkit.adapters.vllm.tier_reports import TierReports
+from kvkit.lab.testbed.waiting import wait_for
 from kvkit.tiers.settings import TierConfig
 
 TIERS = {"memory": TierConfig(capacity=1 << 20), "disk": TierConfig(url="file:///kv")}

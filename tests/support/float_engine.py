@@ -9,9 +9,9 @@ import numpy as np
 import numpy.typing as npt
 import torch
 from caches import CHUNK
-from engine_stub import Engine, small_layout, small_namespace
 
 from kvkit.kernels.pages import reference
+from kvkit.lab.testbed.engine_stub import Engine, small_layout, small_namespace
 from kvkit.tiers.objects import ObjectTier
 from kvkit.tiers.settings import TierConfig
 

@@ -1,9 +1,9 @@
 """Imports, and kernels ready to run, that the fork server of test_faults.py loads once."""
 
 import numpy as np
-from engine_stub import Engine, small_layout, small_namespace
 
 from kvkit.kernels.pages.api import pack, unpack
+from kvkit.lab.testbed.engine_stub import Engine, small_layout, small_namespace
 
 _layout = small_layout()
 _engine = Engine(_layout, small_namespace(_layout))

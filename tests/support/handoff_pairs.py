@@ -12,9 +12,9 @@ from handoff_nodes import (
     fill,
     new_sender,
 )
-from waiting import wait_for
 
 from kvkit.handoff.sender import Sender
+from kvkit.lab.testbed.waiting import wait_for
 from kvkit.staging import Staging, release_all
 from kvkit.tiers.testing.contract import SLOT_BYTES, Completions
 

@@ -19,13 +19,13 @@ from urllib.request import urlopen
 
 import numpy as np
 import pytest
-from engine_stub import Engine, small_layout
 from mooncake.store import MooncakeDistributedStore
 from remote_tiers import finish, same
-from servers import Process, executable, free_ports
-from waiting import wait_for
 
 from kvkit.config import load_config, open_cache
+from kvkit.lab.testbed.engine_stub import Engine, small_layout
+from kvkit.lab.testbed.servers import Process, executable, free_ports
+from kvkit.lab.testbed.waiting import wait_for
 from kvkit.observe.inspect import list_tier
 from kvkit.staging import Staging, release_all
 from kvkit.tiers import mooncake

@@ -3,7 +3,8 @@
 It uses only what that commit and today's kvkit and tests have in common, and so can make the store anew:
 
     git worktree add /tmp/kvkit-1b1a6c3 1b1a6c3
-    cd /tmp/kvkit-1b1a6c3 && ln -s engine.py tests/engine_stub.py
+    cd /tmp/kvkit-1b1a6c3 && mkdir -p kvkit/lab/testbed
+    ln -s $PWD/tests/engine.py kvkit/lab/testbed/engine_stub.py
     PYTHONPATH=.:tests python -P $OLDPWD/tests/support/old_store.py FOLDER
 """
 
@@ -19,9 +20,9 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import numpy.typing as npt
-from engine_stub import Engine, small_layout, small_namespace
 
 from kvkit.config import load_config, open_cache
+from kvkit.lab.testbed.engine_stub import Engine, small_layout, small_namespace
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

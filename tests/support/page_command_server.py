@@ -9,7 +9,8 @@ from pathlib import Path
 
 import psutil
 from page_blocks import changed, environment
-from servers import Process
+
+from kvkit.lab.testbed.servers import Process
 
 
 class Typed(Process):

@@ -5,8 +5,8 @@ from __future__ import annotations
 import threading
 
 import numpy as np
-from servers import Process
 
+from kvkit.lab.testbed.servers import Process
 from kvkit.staging import Staging, release_all
 from kvkit.tiers.base import Tier, TierError
 from kvkit.tiers.testing.contract import (

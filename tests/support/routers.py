@@ -16,9 +16,9 @@ from typing import Any, Self
 from urllib.parse import urlsplit
 
 import pytest
-from openai_engine import OpenAIEngine, render, text_after
-from servers import Process, free_ports
 
+from kvkit.lab.testbed.openai_engine import OpenAIEngine, render, text_after
+from kvkit.lab.testbed.servers import Process, free_ports
 from kvkit.observe.access import listen
 from kvkit.router.app import Router
 from kvkit.router.connections import BoundedSite

@@ -20,8 +20,8 @@ from types import FrameType
 from typing import Any
 
 import numpy as np
-from pool_integrity import check_room
 
+from kvkit.lab.testbed.pool_integrity import check_room
 from kvkit.tiers.base import TierFull
 from kvkit.tiers.eviction.policies import NORMAL
 from kvkit.tiers.shm.pool import Pool

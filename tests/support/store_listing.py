@@ -5,11 +5,11 @@ from __future__ import annotations
 from pathlib import Path
 
 import numpy as np
-from engine_stub import Engine, small_layout, small_namespace
 
 from kvkit.config import load_config, open_cache
 from kvkit.format.layout import KVLayout
 from kvkit.format.record import RecordFormat
+from kvkit.lab.testbed.engine_stub import Engine, small_layout, small_namespace
 from kvkit.observe.inspect import ArrayListing, list_store
 
 CHUNK = 8

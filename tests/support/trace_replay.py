@@ -7,12 +7,12 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from engine_stub import Engine, small_layout, small_namespace
 from float_engine import FloatEngine
 
 from kvkit.cache import Cache
 from kvkit.format.record import RecordFormat
 from kvkit.lab.simulate.traces import Request
+from kvkit.lab.testbed.engine_stub import Engine, small_layout, small_namespace
 from kvkit.staging import Staging
 from kvkit.tiers.memory import MemoryTier
 from kvkit.tiers.objects import ObjectTier

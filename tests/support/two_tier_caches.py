@@ -7,9 +7,9 @@ from pathlib import Path
 
 import numpy as np
 import numpy.typing as npt
-from engine_stub import Engine, small_layout, small_namespace
 
 from kvkit.cache import Cache
+from kvkit.lab.testbed.engine_stub import Engine, small_layout, small_namespace
 from kvkit.staging import Staging
 from kvkit.tiers.base import Tier
 from kvkit.tiers.memory import MemoryTier

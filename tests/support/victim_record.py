@@ -6,9 +6,9 @@ from pathlib import Path
 
 import numpy as np
 import numpy.typing as npt
-from engine_stub import Engine
 
 from kvkit.format.record import RecordFormat
+from kvkit.lab.testbed.engine_stub import Engine
 
 TOKENS = 8 * 5
 VICTIM = 2

@@ -9,11 +9,11 @@ from contextlib import suppress
 from pathlib import Path
 
 import psutil
-from servers import Process, free_ports
 from vllm_engine import Settings
 from vllm_process import Fork
 
 from kvkit.adapters.huggingface import smollm2
+from kvkit.lab.testbed.servers import Process, free_ports
 
 MODULE = "vllm.entrypoints.openai.api_server"
 

@@ -14,10 +14,12 @@ import obstore
 import pytest
 from remote_tiers import finish, kill_amid_a_load, same
 from repository import ROOT
-from servers import Proxy, S3Server, s3  # noqa: F401 - s3 is a fixture
+from s3_fixture import s3  # noqa: F401 - a fixture
+from spoiling_proxy import Proxy
 from two_tier_caches import make_engine, open_cache, sequence, store
 
 from kvkit.format.record import Damage
+from kvkit.lab.testbed.servers import S3Server
 from kvkit.staging import Staging, release_all
 from kvkit.tiers.base import Tier, TierError
 from kvkit.tiers.bucket import Bucket

@@ -16,7 +16,6 @@ from typing import Any
 import fsspec
 import numpy as np
 import pytest
-from engine_stub import small_layout, small_namespace
 from failing_servers import deaf_server, failing_server, http_server, refusing_server
 from fsspec.implementations.memory import MemoryFileSystem
 from store_listing import fill, listings
@@ -25,6 +24,7 @@ from typer.testing import CliRunner
 from kvkit.cache import Cache
 from kvkit.cli import app
 from kvkit.config import load_config, open_cache
+from kvkit.lab.testbed.engine_stub import small_layout, small_namespace
 from kvkit.observe.inspect import list_tier
 from kvkit.staging import Staging
 from kvkit.tiers.base import TierError

@@ -12,14 +12,15 @@ from pathlib import Path
 import fsspec
 import pytest
 import redis
-from engine_stub import small_layout
 from memory_limits import Measured
 from record_corpus import changed
-from servers import RedisServer, S3Server, s3  # noqa: F401 - s3 is a fixture
+from s3_fixture import s3  # noqa: F401 - a fixture
 from store_listing import CHUNK, fill, form_of, listings, only, records
 
 from kvkit.format.layout import KVLayout
 from kvkit.format.record import Damage, RecordFormat
+from kvkit.lab.testbed.engine_stub import small_layout
+from kvkit.lab.testbed.servers import RedisServer, S3Server
 from kvkit.observe.inspect import list_store, list_tier
 from kvkit.tiers.settings import TierConfig
 

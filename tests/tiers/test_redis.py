@@ -9,10 +9,11 @@ from pathlib import Path
 import pytest
 import redis
 from remote_tiers import finish, kill_amid_a_load, same
-from servers import Proxy, RedisServer, free_ports
-from waiting import wait_for
+from spoiling_proxy import Proxy
 
 from kvkit.format.record import Damage
+from kvkit.lab.testbed.servers import RedisServer, free_ports
+from kvkit.lab.testbed.waiting import wait_for
 from kvkit.staging import Staging
 from kvkit.tiers.base import DamagedObject, Tier, TierError, TierFull
 from kvkit.tiers.redis import PREFIX, RedisTier

@@ -14,9 +14,9 @@ from typing import Any
 import pytest
 from caches import CHUNK, DEADLINE_S, new_cache, new_staging, sequence
 from call_counts import calls
-from engine_stub import Engine, small_layout, small_namespace
 
 from benchmarks.research.scale import CHAIN, PARTS, measured
+from kvkit.lab.testbed.engine_stub import Engine, small_layout, small_namespace
 from kvkit.staging import PAGE_BYTES
 from kvkit.tiers.base import TierFull
 from kvkit.tiers.eviction.policies import NORMAL

@@ -11,10 +11,10 @@ from typing import Any
 import fsspec
 import numpy as np
 import pytest
-from engine_stub import small_layout, small_namespace
 
 from kvkit.format import arrays, record
 from kvkit.format.record import RecordFormat
+from kvkit.lab.testbed.engine_stub import small_layout, small_namespace
 from kvkit.staging import Staging, release_all
 from kvkit.tiers.base import DamagedObject, Tier, TierFull
 from kvkit.tiers.memory import MemoryTier

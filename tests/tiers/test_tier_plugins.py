@@ -104,7 +104,7 @@ FILES = {
         from kvkit.staging import Staging
         from kvkit.tiers.testing.contract import RECORDS, SLOT_BYTES, SLOTS, TierContract
         from kvkit.tiers.plugins import open_plugin
-        from engine_stub import small_layout
+        from kvkit.lab.testbed.engine_stub import small_layout
 
 
         @pytest.fixture

@@ -14,7 +14,6 @@ from typing import Any, TypeVar
 import numpy as np
 import numpy.typing as npt
 from caches import CHUNK, DEADLINE_S, make_engine, new_cache, new_staging
-from engine_stub import Engine
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
@@ -22,6 +21,7 @@ from run_sizes import examples
 
 from kvkit.cache import Cache
 from kvkit.format.record import RecordFormat
+from kvkit.lab.testbed.engine_stub import Engine
 from kvkit.staging import Lease, release_all
 from kvkit.tiers.base import Tier
 from kvkit.tiers.health import Health

@@ -12,7 +12,6 @@ from unittest import mock
 
 import numpy as np
 import numpy.typing as npt
-from engine_stub import Engine, small_layout, small_namespace
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
@@ -20,6 +19,7 @@ from run_sizes import examples
 
 from kvkit.cache import Cache
 from kvkit.format.record import RecordFormat
+from kvkit.lab.testbed.engine_stub import Engine, small_layout, small_namespace
 from kvkit.staging import Staging
 from kvkit.tiers.health import Health
 from kvkit.tiers.memory import MemoryTier

@@ -16,9 +16,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 from caches import CHUNK, make_engine, new_cache, new_staging, sequence
-from engine_stub import Engine
 
 from kvkit.cache import Cache, CacheTimeout
+from kvkit.lab.testbed.engine_stub import Engine
 from kvkit.staging import release_all
 from kvkit.tiers.memory import MemoryTier
 from kvkit.tiers.objects import ObjectTier

@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 from caches import CHUNK, DEADLINE_S, make_engine, new_staging, sequence
-from engine_stub import Engine
 
 from kvkit.cache import Cache
+from kvkit.lab.testbed.engine_stub import Engine
 from kvkit.staging import Lease
 from kvkit.tiers.base import OnComplete
 from kvkit.tiers.objects import ObjectTier

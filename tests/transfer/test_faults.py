@@ -13,13 +13,13 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 
 import pytest
-from engine_stub import Engine, small_layout, small_namespace
 from repository import SUPPORT
 from two_tier_caches import make_engine, open_cache, sequence, store
 from victim_record import TOKENS, VICTIM, victim_file
 
 from kvkit.cache import Cache
 from kvkit.format.record import HEADER, RecordFormat
+from kvkit.lab.testbed.engine_stub import Engine, small_layout, small_namespace
 from kvkit.transfer.policy import Policy
 
 # forks of a clean process: quick to start, and torch's threads are not in them

@@ -13,11 +13,11 @@ from typing import Any
 
 import numpy as np
 import pytest
-from engine_stub import Engine, small_layout, small_namespace
 from forks import fork
 
 from kvkit.cache import Cache
 from kvkit.format.record import RecordFormat
+from kvkit.lab.testbed.engine_stub import Engine, small_layout, small_namespace
 from kvkit.staging import PAGE_BYTES, Staging
 from kvkit.tiers.memory import MemoryTier
 from kvkit.tiers.objects import ObjectTier

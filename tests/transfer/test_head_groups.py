@@ -7,9 +7,9 @@ from pathlib import Path
 
 import numpy as np
 from caches import CHUNK, new_cache, new_staging, sequence
-from engine_stub import POISON, Engine, small_layout, small_namespace
 
 from kvkit.format.layout import KVLayout
+from kvkit.lab.testbed.engine_stub import POISON, Engine, small_layout, small_namespace
 from kvkit.tiers.objects import ObjectTier
 
 

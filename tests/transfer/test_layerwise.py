@@ -10,13 +10,13 @@ from pathlib import Path
 import numpy as np
 import pytest
 from caches import CHUNK, DEADLINE_S, fill, make_engine, new_cache, new_staging, sequence
-from engine_stub import POISON, Engine, small_namespace
-from waiting import wait_for
 
 from kvkit.cache import READING_THREADS, Cache
 from kvkit.format.layout import KVLayout, LayerGroup
 from kvkit.format.record import layer_range, verify
 from kvkit.kernels.pages.api import Pages
+from kvkit.lab.testbed.engine_stub import POISON, Engine, small_namespace
+from kvkit.lab.testbed.waiting import wait_for
 from kvkit.staging import Lease, release_all
 from kvkit.tiers.base import OnComplete, Ranges, Tier
 from kvkit.tiers.health import FAILURES_TO_PAUSE

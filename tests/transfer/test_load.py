@@ -11,9 +11,9 @@ from typing import Any
 import numpy as np
 import pytest
 from caches import CHUNK, DEADLINE_S, Recorder, fill, make_engine, new_cache, new_staging, sequence
-from engine_stub import Engine, small_layout, small_namespace
 
 from kvkit.cache import CacheError
+from kvkit.lab.testbed.engine_stub import Engine, small_layout, small_namespace
 from kvkit.staging import Lease, Staging, release_all
 from kvkit.tiers.base import OnComplete
 from kvkit.tiers.memory import MemoryTier

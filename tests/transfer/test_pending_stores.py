@@ -10,12 +10,12 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 from caches import CHUNK, DEADLINE_S, make_engine, new_cache, new_staging, sequence
-from engine_stub import Engine
 from hypothesis import given
 from hypothesis import strategies as st
 from test_partial_sequences import open_cache
 
 from kvkit.cache import Cache
+from kvkit.lab.testbed.engine_stub import Engine
 from kvkit.tiers.objects import ObjectTier
 from kvkit.tiers.testing.faulty import Fault, FaultyTier
 from kvkit.transfer.pending_stores import PendingStore, PendingStores

@@ -14,11 +14,11 @@ from pathlib import Path
 
 import pytest
 from caches import CHUNK, DEADLINE_S, Recorder, make_engine, new_cache, new_staging, sequence
-from engine_stub import Engine
 
 from kvkit import RequestPolicy
 from kvkit.cache import Cache
 from kvkit.format.record import Damage
+from kvkit.lab.testbed.engine_stub import Engine
 from kvkit.tiers.memory import MemoryTier
 from kvkit.tiers.objects import ObjectTier
 from kvkit.tiers.settings import TierConfig

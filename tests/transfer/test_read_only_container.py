@@ -10,7 +10,7 @@ from functools import cache
 from pathlib import Path
 
 import pytest
-from repository import ROOT, SUPPORT
+from repository import ROOT
 
 import kvkit.environment
 from kvkit.blend import gate
@@ -25,7 +25,7 @@ import logging, sys
 logging.basicConfig(format="%(message)s")
 import numpy as np
 from kvkit.config import load_config, open_cache
-from tests.support.engine_stub import Engine, small_layout, small_namespace
+from kvkit.lab.testbed.engine_stub import Engine, small_layout, small_namespace
 
 layout = small_layout()
 engine = Engine(layout, small_namespace(layout, 8))
@@ -55,8 +55,6 @@ def package(tmp_path_factory: pytest.TempPathFactory) -> Path:
     shutil.copytree(ROOT / "kvkit", house / "kvkit", ignore=shutil.ignore_patterns("__pycache__"))
     for folder in [house / "kvkit", *(p for p in (house / "kvkit").rglob("*") if p.is_dir())]:
         (folder / "__pycache__").write_text("")
-    (house / "tests" / "support").mkdir(parents=True)
-    shutil.copy(SUPPORT / "engine_stub.py", house / "tests" / "support")
     return house
 
 

@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 from caches import CHUNK, make_engine, new_cache, new_staging, sequence
-from engine_stub import Engine
 
 from kvkit.cache import Cache
+from kvkit.lab.testbed.engine_stub import Engine
 from kvkit.settings import ConfigError
 from kvkit.tiers.base import Tier
 from kvkit.tiers.memory import MemoryTier

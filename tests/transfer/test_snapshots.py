@@ -9,7 +9,6 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from engine_stub import HybridEngine, hybrid_layout, small_namespace
 from hypothesis import given
 from hypothesis import strategies as st
 from trace_replay import Real
@@ -20,6 +19,7 @@ from kvkit.handoff.ranks import divided
 from kvkit.lab.simulate.config import SimulationConfig
 from kvkit.lab.simulate.model import Simulator
 from kvkit.lab.simulate.traces import mixed
+from kvkit.lab.testbed.engine_stub import HybridEngine, hybrid_layout, small_namespace
 from kvkit.staging import Staging
 from kvkit.tiers.memory import MemoryTier
 from kvkit.tiers.objects import ObjectTier

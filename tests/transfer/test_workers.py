@@ -9,8 +9,8 @@ import weakref
 from concurrent.futures import CancelledError
 
 import pytest
-from waiting import wait_for
 
+from kvkit.lab.testbed.waiting import wait_for
 from kvkit.tiers.testing.contract import DEADLINE_S
 from kvkit.workers import Closed, Workers
 

@@ -10,9 +10,9 @@ from typing import Any
 
 import pytest
 from caches import CHUNK, DEADLINE_S, fill, make_engine, new_cache, new_staging, sequence
-from engine_stub import Engine
 
 from kvkit.cache import Cache, Hit
+from kvkit.lab.testbed.engine_stub import Engine
 from kvkit.staging import Lease, release_all
 from kvkit.tiers.base import OnComplete, Tier
 from kvkit.tiers.memory import MemoryTier

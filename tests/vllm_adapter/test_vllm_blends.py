@@ -17,7 +17,6 @@ import torch
 pytest.importorskip("vllm")
 
 from vllm_rank import BLOCK, BLOCKS, CHUNK, SPECS, Rank
-from waiting import wait_for
 
 from kvkit.adapters.engine.lookup_request import LookupRequest
 from kvkit.adapters.engine.lookup_request import Sequence as Prompt
@@ -27,6 +26,7 @@ from kvkit.adapters.vllm.step import Arrival, BlendTask, LoadTask, SaveTask, Wor
 from kvkit.blend.plan import Selection, Span
 from kvkit.format.rope import Rope
 from kvkit.kernels.pages.reference import rotate
+from kvkit.lab.testbed.waiting import wait_for
 from kvkit.tiers.testing.faulty import Fault
 
 SIZE = SPECS[0].head_size

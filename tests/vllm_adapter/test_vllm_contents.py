@@ -14,10 +14,10 @@ pytest.importorskip("vllm")
 
 from hypothesis import given
 from hypothesis import strategies as st
-from waiting import wait_for
 
 from kvkit.adapters.vllm import contents
 from kvkit.adapters.vllm.contents import REMEMBERED_BYTES, Stamp, digests
+from kvkit.lab.testbed.waiting import wait_for
 
 OTHER = "ab" * 32
 

@@ -12,9 +12,10 @@ pytest.importorskip("vllm")
 
 from page_blocks import blocks, changed, check_printed, on_page, run_shell
 from page_command_server import Typed
-from servers import free_ports
 from vllm_process import ENVIRONMENT
-from waiting import wait_for
+
+from kvkit.lab.testbed.servers import free_ports
+from kvkit.lab.testbed.waiting import wait_for
 
 INFO = ENVIRONMENT | {"VLLM_LOGGING_LEVEL": "INFO"}
 START, REQUESTS, VLLM = (f"docs/serve/{name}.md" for name in ("quick-start", "requests", "vllm"))

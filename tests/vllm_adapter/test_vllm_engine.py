@@ -12,7 +12,8 @@ from typing import Any, Self
 import numpy as np
 import pytest
 import torch
-from engine_stub import POISON
+
+from kvkit.lab.testbed.engine_stub import POISON
 
 pytest.importorskip("aiohttp")
 pytest.importorskip("vllm")
@@ -23,13 +24,13 @@ from small_models import QWEN, VOCABULARY, save
 from transformers import AutoModelForCausalLM
 from vllm_engine import BLOCK, Engine, Settings, connector, on_disk
 from vllm_engine import prompt as prompt_of
-from waiting import wait_for
 
 from kvkit.adapters.huggingface.growing import GrowingCache
 from kvkit.adapters.vllm import stats
 from kvkit.format.record import read_header
 from kvkit.lab.quality.judge import MeasuredModel
 from kvkit.lab.quality.precision import restore
+from kvkit.lab.testbed.waiting import wait_for
 from kvkit.router.index import BlockIndex
 
 

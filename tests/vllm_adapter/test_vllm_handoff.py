@@ -16,12 +16,12 @@ pytest.importorskip("vllm")
 
 from vllm.v1.kv_cache_interface import SlidingWindowSpec
 from vllm_rank import BLOCK, BLOCKS, CHUNK, DEADLINE_S, IDS, OTHER, TABLE, Pair, Rank, piece
-from waiting import wait_for
 
 from kvkit.adapters.engine.lookup_request import LookupAnswer, LookupRequest, Lora, Sequence
 from kvkit.adapters.vllm.handoff.send_executor import SendExecutor
 from kvkit.adapters.vllm.step import LoadTask, SaveTask, SendTask, StepMetadata
 from kvkit.handoff.protocol.states import Phase
+from kvkit.lab.testbed.waiting import wait_for
 from kvkit.staging import Lease, release_all
 from kvkit.tiers.base import OnComplete, TierError
 from kvkit.tiers.testing.contract import record_names

@@ -16,11 +16,11 @@ pytest.importorskip("vllm")
 from safetensors.torch import save_file
 from small_models import QWEN, VOCABULARY, save
 from vllm_engine import BLOCK, Engine, Settings, connector, on_disk, prompt
-from waiting import wait_for
 
 from kvkit.adapters.engine.lookup_request import Lora
 from kvkit.adapters.vllm.contents import Stamp, digests
 from kvkit.adapters.vllm.loras import Loras
+from kvkit.lab.testbed.waiting import wait_for
 
 PROMPT = prompt(300, seed=5, vocabulary=VOCABULARY)
 HIT = (len(PROMPT) - 1) // BLOCK * BLOCK

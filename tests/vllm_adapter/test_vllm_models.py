@@ -14,11 +14,11 @@ import pytest
 pytest.importorskip("vllm")
 
 from prometheus_client.parser import text_string_to_metric_families
-from servers import adjacent_ports
 from small_models import COMMON, QWEN, VOCABULARY, save
 from transformers import Gemma3TextConfig
 from vllm_engine import BLOCK, Engine, connector, on_disk, prompt
 
+from kvkit.lab.testbed.servers import adjacent_ports
 from kvkit.tiers.testing.contract import DEADLINE_S
 
 GEMMA = Gemma3TextConfig(

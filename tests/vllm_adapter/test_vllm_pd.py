@@ -20,11 +20,11 @@ from handoff_nodes import IDENTITY, Speaker
 from small_models import QWEN, VOCABULARY, save
 from vllm_engine import BLOCK, Engine, Settings, connector, on_disk
 from vllm_engine import prompt as prompt_of
-from waiting import wait_for
 
 from kvkit.adapters.vllm.checks import check_arrangement
 from kvkit.adapters.vllm.settings import read_settings
 from kvkit.handoff.protocol.messages import VERSION, Error
+from kvkit.lab.testbed.waiting import wait_for
 from kvkit.settings import ConfigError
 
 CHUNK = 2 * BLOCK

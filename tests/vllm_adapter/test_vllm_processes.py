@@ -15,18 +15,19 @@ import pytest
 
 pytest.importorskip("vllm")
 
-from servers import RedisServer, S3Server, data_folder
 from vllm_engine import SIZES, Engine, Settings, connector, prompt
 from vllm_server import Served
+
+from kvkit.lab.testbed.servers import RedisServer, S3Server, data_folder
 
 PROMPTS = [prompt(300, seed=i) for i in range(4)]
 
 
 @pytest.fixture(scope="module")
-def servers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[S3Server, RedisServer]]:
+def servers() -> Iterator[tuple[S3Server, RedisServer]]:
     with (
-        data_folder(tmp_path_factory, "s3") as one,
-        data_folder(tmp_path_factory, "redis") as other,
+        data_folder("s3") as one,
+        data_folder("redis") as other,
         S3Server(one) as s3,
         RedisServer(other, "redis") as redis,
     ):

@@ -12,7 +12,6 @@ pytest.importorskip("vllm")
 
 from broken_connector import ANOTHERS, FAULTS, NOTHING
 from rich.console import Console
-from servers import together
 from small_models import save_with_tokenizer
 from vllm_engine import BLOCK, Settings, connector, on_disk
 from vllm_server import Served
@@ -22,6 +21,7 @@ from kvkit.lab.prove.options import ProveOptions
 from kvkit.lab.prove.preparation import prepared
 from kvkit.lab.prove.run import run
 from kvkit.lab.prove.verdict import ScenarioVerdict
+from kvkit.lab.testbed.servers import together
 
 FIRST = {
     "stale page": r"layers\.3\.\S+, block 0, head 0",

@@ -15,11 +15,12 @@ pytest.importorskip("vllm")
 from page_blocks import changed, check_printed, on_page, run_shell
 from page_command_server import Typed
 from routers import Routed, ask, fetch, text_of
-from servers import free_ports, together
 from small_models import save_with_tokenizer
 from vllm_engine import BLOCK, prompt
 from vllm_process import ENVIRONMENT
-from waiting import wait_for
+
+from kvkit.lab.testbed.servers import free_ports, together
+from kvkit.lab.testbed.waiting import wait_for
 
 COMPLETIONS = "/v1/completions"
 TOKENS = 700

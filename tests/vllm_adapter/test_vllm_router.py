@@ -27,12 +27,12 @@ pytest.importorskip("vllm")
 from metric_names import documented, moved, samples
 from network_namespaces import Host, Link, far_host
 from routers import Routed, ask, stream, text_of
-from servers import free_ports, together
 from small_models import save_with_tokenizer
 from vllm_engine import BLOCK, Settings, connector, prompt
 from vllm_server import Served
-from waiting import wait_for
 
+from kvkit.lab.testbed.servers import free_ports, together
+from kvkit.lab.testbed.waiting import wait_for
 from kvkit.router import metrics as router_metrics
 from kvkit.tiers.testing.contract import DEADLINE_S
 

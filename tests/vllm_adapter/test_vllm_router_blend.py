@@ -13,11 +13,12 @@ pytest.importorskip("vllm")
 
 from openai import BadRequestError, OpenAI
 from routers import Routed, ask, fetch
-from servers import free_ports
 from small_models import save_with_tokenizer
 from vllm_engine import BLOCK, connector
 from vllm_server import Served
-from waiting import wait_for
+
+from kvkit.lab.testbed.servers import free_ports
+from kvkit.lab.testbed.waiting import wait_for
 
 SECRET = "known-to-the-engine-and-the-router"
 SYSTEM = {"role": "system", "content": "Answer from the documents, and from nothing else."}

@@ -12,15 +12,15 @@ import pytest
 
 pytest.importorskip("vllm")
 
-from servers import free_ports
 from vllm_rank import BLOCK, CHUNK, DEADLINE_S, IDS, TABLE, Ranks
-from waiting import wait_for
 
 from kvkit.adapters.engine.lookup_request import LookupRequest, Sequence
 from kvkit.adapters.vllm.step import SendTask
 from kvkit.handoff.protocol.states import Phase
 from kvkit.handoff.receiver import Receiver
 from kvkit.handoff.tier import HandoffTier
+from kvkit.lab.testbed.servers import free_ports
+from kvkit.lab.testbed.waiting import wait_for
 
 TOKENS = 2 * CHUNK + BLOCK + 3
 """Whole chunks, a block behind them, and a part of one."""

@@ -13,14 +13,14 @@ import pytest
 
 pytest.importorskip("vllm")
 
-from servers import adjacent_ports
 from vllm_rank import BLOCK, CHUNK, DEADLINE_S, IDS, SAVE, TABLE, Rank
-from waiting import wait_for
 
 from kvkit.adapters.engine.lookup_request import LookupRequest, Lora, Sequence, TokenIds
 from kvkit.adapters.vllm.loras import Loras
 from kvkit.adapters.vllm.step import LoadTask, PrefetchTask, SaveTask
 from kvkit.adapters.vllm.tiers.prefetch_executor import PrefetchExecutor
+from kvkit.lab.testbed.servers import adjacent_ports
+from kvkit.lab.testbed.waiting import wait_for
 from kvkit.tiers.testing.faulty import Fault
 from kvkit.transfer.sequence import UnknownModel
 from kvkit.workers import Transfer

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -27,7 +28,7 @@ def small_layout(groups: int = 1, dtype: str = "float32") -> KVLayout:
     )
 
 
-def small_namespace(layout: KVLayout, chunk_tokens: int = 8, **fields: object) -> Namespace:
+def small_namespace(layout: KVLayout, chunk_tokens: int = 8, **fields: Any) -> Namespace:
     return Namespace(
         model="test", layout=layout.fingerprint(), dtype="float32", chunk_tokens=chunk_tokens, **fields
     )

@@ -26,15 +26,13 @@ import hashlib
 import json
 import sys
 import urllib.request
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from aiohttp import web
 
-try:
-    from servers import Process, free_ports
-except ImportError:  # run as a program, where nothing of the tests is needed
-    Process, free_ports = object, None  # type: ignore[misc,assignment]
+from kvkit.lab.testbed.servers import Process, free_ports
 
 TOKEN = "the-token-of-the-endpoint"
 LETTERS = ["a", "b", " ", "é", "日", "😀", "c", "d"]
@@ -86,7 +84,7 @@ class OpenAIEngine(Process):
         self.url = f"http://127.0.0.1:{self.port}"
 
     def command(self) -> list[str]:
-        return [sys.executable, __file__, str(self.port)]
+        return [sys.executable, "-m", "kvkit.lab.testbed.openai_engine", str(self.port)]
 
     def answers(self) -> bool:
         return isinstance(self.seen(), list)
@@ -197,76 +195,117 @@ class Toy:
             return web.json_response({"error": {"message": "no KV came"}}, status=500)
         if self.settings["status"] != 200:
             return web.json_response({"error": {"message": "as told"}}, status=self.settings["status"])
-        chat = request.path.startswith("/v1/chat")
-        given = (body.get("kv_transfer_params") or {}).get("prompt_token_ids")
-        if chat:
-            prompt = given or render(body["messages"])
-        else:
-            prompt = body["prompt"] if isinstance(body["prompt"], list) else list(body["prompt"].encode())
-        count = body.get("max_tokens") or body.get("max_completion_tokens") or 16
-        pieces, finish = pieces_of(prompt, count, body, self.settings)
         head = {
             "id": f"cmpl-{request.headers.get('X-Request-Id')}-{len(self.seen)}",
             "created": len(self.seen),
             "model": body["model"],
         }
-        usage = {
-            "prompt_tokens": len(prompt),
-            "completion_tokens": count,
-            "total_tokens": len(prompt) + count,
-        }
-        if not body.get("stream"):
-            text = "".join(piece for piece, _ in pieces)
-            choice: Body = {"index": 0, "finish_reason": finish}
-            choice |= {"message": {"role": "assistant", "content": text}} if chat else {"text": text}
-            note["done"] = True
-            params = self.settings["params"]
-            transfer = body.get("kv_transfer_params") or {}
-            if params is None and transfer.get("do_remote_decode") and self.settings["hands"]:
-                params = {
-                    "do_remote_prefill": True,
-                    "do_remote_decode": False,
-                    "transfer_id": transfer["transfer_id"],
-                    "remote_num_tokens": len(prompt),
-                }
-            said = {} if params is None else {"kv_transfer_params": params}
-            return web.json_response({**head, "choices": [choice], "usage": usage, **said})
+        answer = answer_to(body, request.path.startswith("/v1/chat"), head, self.settings)
+        if body.get("stream"):
+            return await self._stream(request, answer, note)
+        note["done"] = True
+        return self._whole(answer)
+
+    def _whole(self, answer: Answer) -> Any:
+        """The answer to a request that is no stream, with the parameters of a handoff where it wants one."""
+        text = "".join(piece for piece, _ in answer.pieces)
+        choice: Body = {"index": 0, "finish_reason": answer.finish}
+        choice |= {"message": {"role": "assistant", "content": text}} if answer.is_chat else {"text": text}
+        params = self.settings["params"]
+        transfer = answer.body.get("kv_transfer_params") or {}
+        if params is None and transfer.get("do_remote_decode") and self.settings["hands"]:
+            params = {
+                "do_remote_prefill": True,
+                "do_remote_decode": False,
+                "transfer_id": transfer["transfer_id"],
+                "remote_num_tokens": len(answer.prompt),
+            }
+        said = {} if params is None else {"kv_transfer_params": params}
+        return web.json_response({**answer.head, "choices": [choice], "usage": answer.usage, **said})
+
+    async def _stream(self, request: Any, answer: Answer, note: Body) -> Any:
+        """Send the answer in events, or a part of it, as the settings are by then. Marks `note` as done."""
         response = web.StreamResponse(headers={"Content-Type": "text/event-stream"})
         await response.prepare(request)
 
         async def send(event: Body) -> None:
-            await response.write(b"data: " + json.dumps({**head, **event}).encode() + b"\r\n\r\n")
+            await response.write(b"data: " + json.dumps({**answer.head, **event}).encode() + b"\r\n\r\n")
 
-        ids = self.settings["ids"] and body.get("return_token_ids")
-        if chat:
+        ids = bool(self.settings["ids"] and answer.body.get("return_token_ids"))
+        if answer.is_chat:
             role: Body = {"index": 0, "delta": {"role": "assistant", "content": ""}, "finish_reason": None}
-            await send({"choices": [role]} | ({"prompt_token_ids": prompt} if ids else {}))
-        for number, (text, tokens) in enumerate(pieces):
+            await send({"choices": [role]} | ({"prompt_token_ids": answer.prompt} if ids else {}))
+        for number in range(len(answer.pieces)):
             while self.settings["hold_after"] is not None and number >= self.settings["hold_after"]:
                 await self.changed.wait()
             if number == self.settings["end_after"]:
-                if self.settings["end"] == "error":
-                    await send({"error": {"message": "EngineCore died", "code": 500}})
-                if self.settings["end"] == "garbled":
-                    await send({"choices": [7]})
-                if self.settings["end"] == "abort":
-                    await send({"choices": [{"index": 0, "text": "", "finish_reason": "abort"}]})
+                if self.settings["end"] in ENDS:
+                    await send(ENDS[self.settings["end"]])
                 request.transport.abort()
                 return response
-            part: Body = {"delta": {"content": text}} if chat else {"text": text}
-            if ids:
-                part["token_ids"] = tokens
-                if number == 0 and not chat:
-                    part["prompt_token_ids"] = prompt
-            reason = finish if number == len(pieces) - 1 else None
-            await send({"choices": [{"index": 0, "finish_reason": reason, **part}]})
+            await send({"choices": [answer.choice(number, ids)]})
         if not self.settings["closes"]:
             return response
-        if (body.get("stream_options") or {}).get("include_usage"):
-            await send({"choices": [], "usage": usage})
+        if (answer.body.get("stream_options") or {}).get("include_usage"):
+            await send({"choices": [], "usage": answer.usage})
         await response.write(b": a comment\n\ndata: [DONE]\n\n")
         note["done"] = True
         return response
+
+
+ENDS: dict[str, Body] = {
+    "error": {"error": {"message": "EngineCore died", "code": 500}},
+    "garbled": {"choices": [7]},
+    "abort": {"choices": [{"index": 0, "text": "", "finish_reason": "abort"}]},
+}
+"""The last event of a stream that ends early, by the setting `end`; "cut" sends none."""
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """What the toy says to a request.
+
+    Attributes:
+        prompt: its tokens.
+        pieces: (text, tokens) of each event.
+        finish: why it ends.
+        head: fields of each event, and of the whole.
+    """
+
+    body: Body
+    is_chat: bool
+    prompt: list[int]
+    pieces: list[tuple[str, list[int]]]
+    finish: str
+    head: Body
+    usage: Body
+
+    def choice(self, number: int, ids: bool) -> Body:
+        """The choice of one event. `ids`: with token ids."""
+        text, tokens = self.pieces[number]
+        part: Body = {"delta": {"content": text}} if self.is_chat else {"text": text}
+        if ids:
+            part["token_ids"] = tokens
+            if number == 0 and not self.is_chat:
+                part["prompt_token_ids"] = self.prompt
+        reason = self.finish if number == len(self.pieces) - 1 else None
+        return {"index": 0, "finish_reason": reason, **part}
+
+
+def answer_to(body: Body, is_chat: bool, head: Body, settings: Body) -> Answer:
+    given = (body.get("kv_transfer_params") or {}).get("prompt_token_ids")
+    if is_chat:
+        prompt = given or render(body["messages"])
+    else:
+        prompt = body["prompt"] if isinstance(body["prompt"], list) else list(body["prompt"].encode())
+    count = body.get("max_tokens") or body.get("max_completion_tokens") or 16
+    pieces, finish = pieces_of(prompt, count, body, settings)
+    usage = {
+        "prompt_tokens": len(prompt),
+        "completion_tokens": count,
+        "total_tokens": len(prompt) + count,
+    }
+    return Answer(body, is_chat, prompt, pieces, finish, head, usage)
 
 
 def pieces_of(

@@ -1,4 +1,4 @@
-"""Real servers on 127.0.0.1, each a process of its own: S3 (SeaweedFS), Redis, Valkey; and a spoiling proxy.
+"""Real servers on 127.0.0.1, each a process of its own: S3 (SeaweedFS), Redis, Valkey.
 
 A server is a context manager. `kill` ends its process as a crash would, `start` brings it back on the same
 ports with what it had kept.
@@ -17,7 +17,6 @@ import socket
 import subprocess
 import sys
 import tempfile
-import threading
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
@@ -28,10 +27,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Literal, Self
 
-import pytest
-
-from kvkit.tiers.testing.contract import DEADLINE_S
-from tests.support.waiting import START_S, wait_until
+from kvkit.lab.testbed.waiting import START_S, wait_until
 
 
 @cache
@@ -114,7 +110,7 @@ class Process(ABC):
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=log,
-                preexec_fn=_die_with_parent,
+                preexec_fn=die_with_parent,
             )
 
     def wait(self) -> None:
@@ -328,118 +324,7 @@ class RedisServer(Process):
             return sock.recv(64).startswith((b"+PONG", b"-NOAUTH", b"-NOPERM"))
 
 
-Spoil = Literal["", "slow", "hang", "cut", "error"]
-
-
-class Proxy:
-    """Passes connections on to a port of this host, and spoils them on demand. A context manager.
-
-    Attributes:
-        port: where it listens.
-        spoil: what it does with what it reads next: "" passes it on; "slow" passes the server's bytes on a
-            few at a time; "hang" keeps them; "cut" closes both ends in the middle of the server's answer;
-            "error" answers each request itself with HTTP 503.
-        denied: where it is not "": requests whose first line has this in it are answered with HTTP 403.
-        requests: HTTP request lines that came through.
-    """
-
-    def __init__(self, target: int) -> None:
-        self._target = target
-        self._listener = socket.create_server(("127.0.0.1", 0))
-        self._listener.settimeout(0.1)
-        self.port = self._listener.getsockname()[1]
-        self.spoil: Spoil = ""
-        self.denied = ""
-        self.requests: list[str] = []
-        self._heard = threading.Condition()
-        self._closing = threading.Event()
-        self._threads = [threading.Thread(target=self._accept, daemon=True)]
-        self._threads[0].start()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self._closing.set()
-        for thread in self._threads:
-            thread.join(START_S)
-        self._listener.close()
-
-    def wait_for_requests(self, count: int) -> None:
-        """Return when `count` HTTP requests have come through.
-
-        Raises:
-            AssertionError: they have not within `DEADLINE_S`.
-        """
-        with self._heard:
-            assert self._heard.wait_for(lambda: len(self.requests) >= count, DEADLINE_S), self.requests
-
-    def _accept(self) -> None:
-        while not self._closing.is_set():
-            with suppress(TimeoutError):
-                client, _ = self._listener.accept()
-                thread = threading.Thread(target=self._serve, args=(client,), daemon=True)
-                self._threads.append(thread)
-                thread.start()
-
-    def _serve(self, client: socket.socket) -> None:
-        """One connection: what either end sends goes to the other, in turns."""
-        with client, suppress(OSError), socket.create_connection(("127.0.0.1", self._target), 5) as server:
-            client.settimeout(0.02)
-            server.settimeout(0.02)
-            while not self._closing.is_set():
-                if not self._pass_request(client, server) or not self._pass_answer(server, client):
-                    return
-
-    def _pass_request(self, client: socket.socket, server: socket.socket) -> bool:
-        try:
-            data = client.recv(1 << 20)
-        except TimeoutError:
-            return True
-        line, _, _ = data.partition(b"\r\n")
-        if line.endswith(b"HTTP/1.1"):
-            with self._heard:
-                self.requests.append(line.decode())
-                self._heard.notify_all()
-            if self.spoil == "error":
-                client.sendall(b"HTTP/1.1 503 Slow Down\r\nContent-Length: 0\r\nConnection: close\r\n\r\n")
-                return False
-            if self.denied and self.denied in line.decode():
-                client.sendall(b"HTTP/1.1 403 Forbidden\r\nContent-Length: 0\r\nConnection: close\r\n\r\n")
-                return False
-        _send(server, data)
-        return bool(data)
-
-    def _pass_answer(self, server: socket.socket, client: socket.socket) -> bool:
-        try:
-            data = server.recv(1 << 20)
-        except TimeoutError:
-            return True
-        if self.spoil == "hang":
-            self._closing.wait()
-        elif self.spoil == "slow":
-            for i in range(0, len(data), 256):
-                _send(client, data[i : i + 256])
-                if self._closing.wait(0.05):
-                    return False
-        elif self.spoil == "cut" and len(data) > 1024:
-            _send(client, data[:1024])
-            return False
-        else:
-            _send(client, data)
-        return bool(data)
-
-
-def _send(sock: socket.socket, data: bytes) -> None:
-    """All of `data`, however slowly the other end takes it."""
-    sock.settimeout(START_S)
-    sock.sendall(data)
-    sock.settimeout(0.02)
-
-
-def _die_with_parent() -> None:
+def die_with_parent() -> None:
     """Have the kernel kill this process when the one that started it ends, however it ends."""
     pr_set_pdeathsig = 1
     ctypes.CDLL(None).prctl(pr_set_pdeathsig, signal.SIGKILL)
@@ -463,20 +348,11 @@ def executable(name: str) -> str:
 
 
 @contextmanager
-def data_folder(factory: pytest.TempPathFactory, name: str) -> Iterator[Path]:
-    """A folder for a server's data, in memory where there is room: the disk is not what is tested."""
-    if os.path.isdir("/dev/shm") and shutil.disk_usage("/dev/shm").free > 4 << 30:
-        folder = Path(tempfile.mkdtemp(prefix=f"kvkit-{name}-", dir="/dev/shm"))
-    else:
-        folder = factory.mktemp(name)
+def data_folder(name: str) -> Iterator[Path]:
+    """A temporary folder for a server's data, in memory where there is room: disks are not what is tested."""
+    is_roomy = os.path.isdir("/dev/shm") and shutil.disk_usage("/dev/shm").free > 4 << 30
+    folder = Path(tempfile.mkdtemp(prefix=f"kvkit-{name}-", dir="/dev/shm" if is_roomy else None))
     try:
         yield folder
     finally:
         shutil.rmtree(folder, ignore_errors=True)
-
-
-@pytest.fixture(scope="session")
-def s3(tmp_path_factory: pytest.TempPathFactory) -> Iterator[S3Server]:
-    """An S3 server for all tests; each uses a prefix of its own. Whoever kills it starts it again."""
-    with data_folder(tmp_path_factory, "s3") as folder, S3Server(folder) as server:
-        yield server

@@ -1,0 +1,1 @@
+"""Servers, engines and problems that tests and benchmarks run kvkit against."""
