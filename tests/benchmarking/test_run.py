@@ -11,6 +11,9 @@ import sys
 from pathlib import Path
 
 from repository import ROOT
+from terminals import assert_whole
+
+from benchmarks.report.run import table
 
 BENCHMARKS = """
 import time
@@ -100,3 +103,8 @@ def test_pytest_measures_a_benchmark_as_it_is_typed() -> None:
         assert "Name (time in" in run.stdout
         assert re.search(r"^  seal +[\d.]+ µs  ratio [\d.]+ of minima, [\d.]+ of medians$", run.stdout, re.M)
         assert "1 passed" in run.stdout
+
+
+def test_the_table_is_whole_at_80_columns() -> None:
+    entry = {"name": "records::test_a_long_name[of-it]", "min_s": 1e-3, "ratio_min": 1.5, "against": "peer"}
+    assert_whole(table([entry]), [entry["name"], "1000.0", "1.50"])

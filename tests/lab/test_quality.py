@@ -5,7 +5,6 @@ from __future__ import annotations
 import itertools
 import json
 import re
-import shlex
 import sys
 from dataclasses import asdict
 from pathlib import Path
@@ -14,23 +13,19 @@ from typing import Any
 
 import numpy as np
 import pytest
-import tokenizers
-import transformers
 from byte_tokens import decode, encode
-from page_blocks import changed, check_printed, on_page, run_shell
-from random_models import random_model
+from page_blocks import changed, check_printed, on_page, run_shell, words_of
+from random_models import random_model, save_with_bytes
 from typer.testing import CliRunner
 
-from benchmarks.research import leaderboard, lost_context
 from kvkit import cli
 from kvkit.adapters.huggingface import smollm2
 from kvkit.adapters.huggingface.blended import BlendedModel
 from kvkit.adapters.huggingface.fingerprint import model_fingerprint
 from kvkit.blend import gate
-from kvkit.blend.methods import registry
 from kvkit.blend.plan import BlendError, Selection, Span, plan_blend
 from kvkit.config import load_config
-from kvkit.environment import slug_of, verdict_path
+from kvkit.environment import verdict_path
 from kvkit.lab.files import BenchError, load_model
 from kvkit.lab.quality import comparison as quality
 from kvkit.lab.quality import precision as measuring
@@ -296,14 +291,7 @@ def test_the_gate_decides_by_both_limits(
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A small random model with a tokenizer of bytes."""
-    path = tmp_path_factory.mktemp("model")
-    random_model("gqa").save_pretrained(path)
-    alphabet = sorted(tokenizers.pre_tokenizers.ByteLevel.alphabet())
-    tokenizer = tokenizers.Tokenizer(tokenizers.models.BPE({c: i for i, c in enumerate(alphabet)}, []))
-    tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
-    transformers.PreTrainedTokenizerFast(tokenizer_object=tokenizer).save_pretrained(path)
-    return path
+    return save_with_bytes("gqa", tmp_path_factory.mktemp("model"))
 
 
 def run(*arguments: object) -> Any:
@@ -361,79 +349,12 @@ def test_own_methods_are_measured(folder: Path, tmp_path: Path, monkeypatch: pyt
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(tmp_path)
     small = {"--samples 4": f"--samples 1 --tokens 512 --model {folder}"}
-    command = changed(on_page("docs/research/own-method.md", "kvkit bench blend --samples 4"), small).replace(
-        "\\\n", " "
-    )
-    done = run(*shlex.split(command)[1:])
+    command = changed(on_page("docs/research/own-method.md", "kvkit bench blend --samples 4"), small)
+    done = run(*words_of(command)[1:])
     assert done.exit_code == 0, done.output
     check_printed(page, "kvkit bench blend --samples 4", done.output)
     found = json.loads((tmp_path / "mine.json").read_text())
     assert found["overall"]["nearby:METHOD .15"]["rows"] <= found["overall"]["default .15"]["rows"]
-
-
-def test_the_leaderboard_has_every_method_of_every_model(
-    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """As docs/evidence/leaderboard.md has it, with one sample and task, of one small model."""
-    monkeypatch.setattr(leaderboard, "RESULTS", tmp_path)
-    small = {"smollm2 gemma": f"{folder} --tasks 'needle keys' --auxiliary {folder}"}
-    small |= {"--samples 10": "--samples 1", "--tokens 1024": "--tokens 512"}
-    page = on_page("docs/evidence/leaderboard.md", "python -m benchmarks.research.leaderboard smollm2")
-    (command,) = leaderboard.commands(shlex.split(changed(page, small))[3:])
-    assert run(*command).exit_code == 0
-    (path,) = tmp_path.glob(f"leaderboard-{slug_of(folder.name)}-512-*.json")
-    found = json.loads(path.read_text())
-    assert found["model"] == folder.name
-    assert found["sets"]["needle keys"].keys() == {"full", *leaderboard.METHODS}
-    methods = {method_named(name).selection.method for name in leaderboard.METHODS}
-    assert methods >= registry.METHODS.keys() - {"v_deviation"}
-    (heads, *rows), (tasks, *_) = leaderboard.methods(tmp_path), leaderboard.tasks(tmp_path)
-    assert len(rows) == 1 + len(leaderboard.METHODS)
-    assert {len(row) for row in rows} == {len(heads)}
-    assert tasks == ["model, tokens", "method", "needle keys"]
-
-
-def test_names_that_stand_together_are_drawn_apart() -> None:
-    together = leaderboard.clusters({"c": 1.0, "a": 0.1, "b": 0.12})
-    assert [list(names) for names in together] == [["a", "b"], ["c"]]
-    places = leaderboard.spread([0.1, 0.11, 0.5, 0.5], 0.05)
-    assert all(b - a >= 0.05 - 1e-9 for a, b in itertools.pairwise(places))
-    assert sum(places) == pytest.approx(1.21)
-
-
-@pytest.mark.nightly
-def test_rows_against_answers(folder: Path, tmp_path: Path) -> None:
-    """As docs/evidence/leaderboard.md has it, with a sample of a few tokens and a small model."""
-    small = {"--tokens 4096": f"--tokens 512 --model {folder}", "--samples 4": "--samples 1"}
-    small |= {"--json ": f"--json {tmp_path}/"}
-    command = changed(on_page("docs/evidence/leaderboard.md", "kvkit bench blend --tokens 4096"), small)
-    command = command.replace("\\\n", " ")
-    assert run(*shlex.split(command)[1:]).exit_code == 0
-    _, *rows = leaderboard.curve(tmp_path / "blend-rows-4k.json")
-    shares = {name: float(rows.removesuffix("%")) for name, rows, *_ in rows}
-    assert (
-        shares["naive"] < shares["default .15"] == shares["default .15, drift"] < shares["default .80"] < 100
-    )
-    assert shares["default .15"] < shares["default .90, covering .9"] < shares["full"] == 100
-
-
-@pytest.mark.nightly
-def test_what_is_overpaid(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As docs/evidence/leaderboard.md has it, with a sample of a few tokens and a small model."""
-    page = on_page("docs/evidence/leaderboard.md", "python -m benchmarks.research.lost_context")
-    words = [
-        *shlex.split(page.replace("\\\n", " "))[3:-1],
-        str(tmp_path / "lost.json"),
-        "--model",
-        str(folder),
-        "--samples",
-        "1",
-    ]
-    monkeypatch.setattr("sys.argv", ["lost_context", *words, "--tokens", "512", "768"])
-    lost_context.main()
-    (_, *tokens), (_, *exact), *_ = leaderboard.overpaid(tmp_path / "lost.json")
-    assert tokens == ["512", "768"]
-    assert all(0 < float(share.removesuffix("%")) <= 100 for share in exact)
 
 
 @pytest.mark.parametrize(
@@ -460,7 +381,7 @@ def test_doctor_says_whether_a_model_may_be_blended(
     monkeypatch.setattr(gate, "MAX_KL", 1e9)
     monkeypatch.setattr(gate, "MAX_OF_NAIVE", 1e9)
     *_, command = on_page("docs/serve/documents.md", "MODEL=").splitlines()
-    result = run(*shlex.split(command.replace("$MODEL", str(folder)))[1:])
+    result = run(*words_of(command.replace("$MODEL", str(folder)))[1:])
     assert result.exit_code == 0, result.output
     check_printed("docs/serve/documents.md", "MODEL=", result.output)
     for name in served_names(str(folder), None):  # what vLLM's engines look for
@@ -478,7 +399,7 @@ def test_doctor_says_whether_kv_may_be_held_in_fewer_bits(
     monkeypatch.setattr(measuring, "GATE_SAMPLES", 1)
     monkeypatch.setattr(precision, "MIN_TOP1", 0.5)
     *_, command = on_page("docs/serve/precision.md", "MODEL=").splitlines()
-    result = run(*shlex.split(command.replace("$MODEL", str(folder)).replace("fp8", "int8"))[1:])
+    result = run(*words_of(command.replace("$MODEL", str(folder)).replace("fp8", "int8"))[1:])
     assert result.exit_code == 0, result.output
     check_printed("docs/serve/precision.md", "MODEL=", result.output.replace("int8", "fp8"))
     assert f"{len(SETS)} samples" in result.output

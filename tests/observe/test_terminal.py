@@ -11,13 +11,11 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from rich.console import Console
 from rich.markup import escape
 from rich.table import Column, Table
 from store_listing import fill, form_of
-from terminals import COLUMNS, in_terminal, piped
+from terminals import COLUMNS, assert_whole, in_terminal, piped, printed
 
-from benchmarks.report import run as benchmarks_run
 from kvkit.environment import host_name, slug_of
 from kvkit.kernels.tuning.assembly import Compiled
 from kvkit.kernels.tuning.compiling import CompileReport
@@ -36,17 +34,10 @@ from kvkit.lab.simulate.config import SimulationConfig
 from kvkit.lab.simulate.report import compare
 from kvkit.lab.simulate.report import table as simulations
 from kvkit.lab.simulate.traces import mixed
-from kvkit.observe.terminal import FittedTable, print_json
+from kvkit.observe.terminal import print_json
 
 WORDS = st.text("abc[]1", min_size=1, max_size=12)
 TEXTS = st.lists(WORDS, min_size=1, max_size=4).map(" ".join)
-
-
-def printed(table: Table, width: int, endless: bool = False) -> str:
-    console = Console(width=width, color_system=None)
-    with console.capture() as captured:
-        console.print(FittedTable(table, endless), crop=False)
-    return captured.get()
 
 
 @st.composite
@@ -129,7 +120,6 @@ def every_table() -> dict[str, tuple[Table, list[str]]]:
     turn = rag.BlendTurn(2097, 512, 1224, 216, 145, 2.0, 19.0, 0.0123, "a", "b", True, False)
     control = [measured("plain", CONTROL), measured("kvkit", CONTROL)]
     serve, overhead = tables(control)
-    entry = {"name": "records::test_a_long_name[of-it]", "min_s": 1e-3, "ratio_min": 1.5, "against": "peer"}
     return {
         "simulate": (simulations(runs, config, "memory", False), ["8.0GiB", "hit", "memory"]),
         "simulate wide": (simulations(runs, config, "memory", True), ["16.0GiB", "s3fifo", "wait p99"]),
@@ -157,18 +147,12 @@ def every_table() -> dict[str, tuple[Table, list[str]]]:
         ),
         "compile": (compiled(reports), ["BLOCK=256", "123", "a_kernel"]),
         "compile wide": (compiled(reports, wide=True), ["BLOCK=256", "123/123", "sm_90"]),
-        "benchmarks": (benchmarks_run.table([entry]), ["records::test_a_long_name[of-it]", "1000.0", "1.50"]),
     }
 
 
 @pytest.mark.parametrize("name", every_table())
 def test_every_table_is_whole_at_80_columns(name: str) -> None:
-    table, words = every_table()[name]
-    shown = printed(table, COLUMNS)
-    assert "…" not in shown
-    assert max(map(len, shown.splitlines())) <= COLUMNS
-    assert [word for word in words if word not in shown] == []
-    assert len(printed(table, COLUMNS, endless=True).splitlines()) < 8 + 2 * table.row_count
+    assert_whole(*every_table()[name])
 
 
 def test_json_has_no_number_that_json_lacks(capsys: pytest.CaptureFixture[str]) -> None:

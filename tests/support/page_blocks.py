@@ -11,6 +11,7 @@ import contextlib
 import io
 import os
 import re
+import shlex
 import subprocess
 import sys
 from collections.abc import Mapping
@@ -162,6 +163,11 @@ def changed(text: str, changes: Mapping[str, str] | None) -> str:
         assert old in text, f"{old!r} is not in {text!r}"
         text = text.replace(old, new)
     return text
+
+
+def words_of(command: str) -> list[str]:
+    """The words of a command; lines that a backslash joins are one."""
+    return shlex.split(command.replace("\\\n", " "))
 
 
 def _lines(comment: str) -> list[str]:

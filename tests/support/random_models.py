@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
+import tokenizers
 import torch
 import transformers
 
@@ -40,3 +42,13 @@ def random_model(kind: str, seed: int = 0, configs: Mapping[str, Any] = CONFIGS)
         for parameter in model.parameters():  # far from degenerate, so that wrong KV shows in the logits
             parameter.mul_(3.0)
     return model.eval()
+
+
+def save_with_bytes(kind: str, folder: Path) -> Path:
+    """Save `random_model(kind)` with a tokenizer that has a token per byte. Returns the folder."""
+    random_model(kind).save_pretrained(folder)
+    alphabet = sorted(tokenizers.pre_tokenizers.ByteLevel.alphabet())
+    tokenizer = tokenizers.Tokenizer(tokenizers.models.BPE({c: i for i, c in enumerate(alphabet)}, []))
+    tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
+    transformers.PreTrainedTokenizerFast(tokenizer_object=tokenizer).save_pretrained(folder)
+    return folder

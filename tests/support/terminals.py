@@ -1,4 +1,4 @@
-"""The installed command in a terminal of 80 columns, and with its output in a pipe."""
+"""The installed command in a terminal of 80 columns and with its output in a pipe, and tables as printed."""
 
 from __future__ import annotations
 
@@ -10,8 +10,13 @@ import struct
 import subprocess
 import sys
 import termios
+from collections.abc import Sequence
 from pathlib import Path
 
+from rich.console import Console
+from rich.table import Table
+
+from kvkit.observe.terminal import FittedTable
 from kvkit.tiers.testing.contract import DEADLINE_S
 
 COLUMNS = 80
@@ -65,3 +70,20 @@ def piped(*arguments: object, **variables: str) -> list[str]:
         check=True,
     )
     return done.stdout.splitlines()
+
+
+def printed(table: Table, width: int, endless: bool = False) -> str:
+    """What a table is in a console so wide. `endless`: as long as it needs to be."""
+    console = Console(width=width, color_system=None)
+    with console.capture() as captured:
+        console.print(FittedTable(table, endless), crop=False)
+    return captured.get()
+
+
+def assert_whole(table: Table, words: Sequence[str]) -> None:
+    """No cell of a table is cut at `COLUMNS` columns, and these words are in it."""
+    shown = printed(table, COLUMNS)
+    assert "…" not in shown
+    assert max(map(len, shown.splitlines())) <= COLUMNS
+    assert [word for word in words if word not in shown] == []
+    assert len(printed(table, COLUMNS, endless=True).splitlines()) < 8 + 2 * table.row_count

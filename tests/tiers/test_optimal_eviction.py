@@ -6,26 +6,12 @@ from itertools import combinations
 
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from short_traces import configured, traces
 
-from benchmarks.research import frontier
-from kvkit.lab.simulate.config import SimulationConfig
 from kvkit.lab.simulate.model import Simulator, simulate
 from kvkit.lab.simulate.optimum import most_hits
-from kvkit.lab.simulate.traces import Request, Trace
+from kvkit.lab.simulate.traces import Trace
 from kvkit.tiers.eviction.policies import POLICIES
-
-CHUNK = 1000  # bytes of a simulated chunk: 10 tokens of 100 bytes
-
-
-@st.composite
-def traces(draw: st.DrawFn, requests: int = 20, kinds: str = "ab", longest: int = 3) -> Trace:
-    """Short chains of a few kinds of chunks, which share beginnings; some end in an answer."""
-    made = []
-    for chain in draw(st.lists(st.text(kinds, min_size=1, max_size=longest), min_size=1, max_size=requests)):
-        prompt = draw(st.integers(0, len(chain)))
-        names = tuple(chain[: i + 1] for i in range(len(chain)))
-        made.append(Request(0.0, "s", 10 * prompt + 5, 10 * (len(chain) - prompt), names, prompt))
-    return Trace(10, tuple(made))
 
 
 def searched(trace: Trace, room: int) -> int:
@@ -61,20 +47,6 @@ def test_without_a_limit_all_that_returns_is_a_hit(trace: Trace, room: int) -> N
     assert most_hits(trace, room) <= most_hits(trace, None) == returned
 
 
-def configured(*capacities: int | None, nodes: int = 1, eviction: str = "lru") -> SimulationConfig:
-    """A tier for each capacity, in chunks: the first of each node, others shared."""
-    tiers = {
-        f"tier{i}": {
-            "scope": "shared" if i else "node",
-            "capacity": None if chunks is None else chunks * CHUNK + 1,
-            "eviction": eviction,
-        }
-        for i, chunks in enumerate(capacities)
-    }
-    model = {"kv_bytes_per_token": 100}
-    return SimulationConfig.model_validate({"model": model, "tiers": tiers, "nodes": {"both": nodes}})
-
-
 def test_room_is_that_of_all_tiers_of_all_nodes() -> None:
     assert Simulator(configured(4, 9, nodes=3), 10).room == 3 * 4 + 9
     assert Simulator(configured(4, None), 10).room is None
@@ -95,18 +67,3 @@ def test_no_policy_has_more(trace: Trace, capacities: list[int], nodes: int, evi
 @given(traces(), st.integers(1, 8))
 def test_more_room_is_never_worse(trace: Trace, room: int) -> None:
     assert most_hits(trace, room - 1) <= most_hits(trace, room)
-
-
-@given(traces(30), st.integers(3, 8))
-def test_ideas_are_simulated_as_policies_are(trace: Trace, room: int) -> None:
-    """Without an idea it is LRU; and none has more than can be had."""
-    told = frontier.returning(trace)
-    assert frontier.hits_of(trace, room, frontier.Idea(room, told)) == frontier.hits_of_policy(
-        trace, room, "lru"
-    )
-    assert (
-        frontier.hits_of_policy(trace, room, "lru")
-        == simulate(trace, configured(room)).hit_tokens.total() // 10
-    )
-    for idea in frontier.IDEAS.values():
-        assert frontier.hits_of(trace, room, idea(room, told)) <= most_hits(trace, room)
