@@ -1,1 +1,1 @@
-"""Tools that study caches and are not part of one. No code outside this package imports it."""
+"""Tools that study caches and are not part of one. No other package of kvkit imports it."""

@@ -87,7 +87,7 @@ ROOM_LINES_AT_MOST = {
     "kvkit/doctor": 600,
     "kvkit/format": 1_900,
     "kvkit/handoff": 5_500,
-    "kvkit/lab": 9_000,
+    "kvkit/lab": 10_050,
     "kvkit/observe": 1_300,
     "kvkit/router": 4_000,
     "kvkit/tiers": 6_400,

@@ -1,1 +1,1 @@
-"""Servers, engines and problems that tests and benchmarks run kvkit against."""
+"""Servers, toy engines and small problems of kernels, for tests and benchmarks alike."""
