@@ -13,10 +13,10 @@ pytest.importorskip("vllm")
 
 from page_blocks import blocks, changed, check_printed, on_page
 from page_command_server import Typed
-from servers import free_ports
 from vllm_process import ENVIRONMENT
 
 from kvkit.adapters.huggingface import smollm2
+from kvkit.lab.testbed.servers import free_ports
 
 PAGE = "docs/serve/documents.md"
 

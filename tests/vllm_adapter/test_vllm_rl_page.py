@@ -12,10 +12,11 @@ pytest.importorskip("vllm")
 
 from page_blocks import check_printed, on_page, run_shell
 from page_command_server import Typed
-from servers import free_ports
 from small_models import save_with_tokenizer
 from vllm_process import ENVIRONMENT
-from waiting import wait_for
+
+from kvkit.lab.testbed.servers import free_ports
+from kvkit.lab.testbed.waiting import wait_for
 
 PAGE = "docs/serve/rl.md"
 START = "curl -X POST 'http://127.0.0.1:8000/pause"
