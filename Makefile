@@ -43,7 +43,7 @@ PYTEST = OMP_NUM_THREADS=1 OMP_WAIT_POLICY=passive $(BIN)/python -m pytest -n $(
 # hundreds of processes import the same files
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: demo setup browser test tests quick nightly outdated test-vllm-next test-vllm-versions test-nfs test-triton test-jax mutants bench bench-check check docs paper gpu gpu-tests \
+.PHONY: demo setup browser test tests quick nightly outdated test-vllm-next test-vllm-versions test-nfs test-triton test-jax mutants bench bench-check results check docs paper gpu gpu-tests \
 	gpu-packages simulate simulate-mutants histories soak clean
 
 $(VENV)/demo.stamp: pyproject.toml $(PINS)
@@ -156,6 +156,9 @@ bench: $(VENV)/dev.stamp  ## ratios against the roofline and the peers; results 
 bench-check: $(VENV)/dev.stamp  ## what has become slower since the last commit, beyond noise, on the hot paths
 	$(BIN)/python -m benchmarks.report.check --counts
 	$(BIN)/python -m benchmarks.report.check
+
+results: $(VENV)/dev.stamp  ## which results are older than the code that they measure; RUN="NAME..." or RUN=all makes them again
+	PATH="$(abspath $(BIN)):$$PATH" $(BIN)/python -m benchmarks.report.results $(if $(RUN),--run $(RUN))
 
 paper: $(VENV)/dev.stamp  ## paper/build/kvkit.pdf, every figure from benchmarks/results/
 	$(BIN)/python -m paper.build

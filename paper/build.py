@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +24,7 @@ from kvkit.transfer import precision
 from kvkit.transfer import read_pipeline as reads
 from paper import plots
 from paper.derived import derive
-from paper.sources import PaperError, missing, read
+from paper.sources import Benchmarks, PaperError, explained, read
 
 HERE = Path(__file__).resolve().parent
 RESULTS = HERE.parent / "benchmarks" / "results"
@@ -37,8 +36,7 @@ def build(results: Path = RESULTS, out: Path = OUT) -> Path:
     """Write figures, data.json and kvkit.pdf into `out`, which is made; returns the PDF's path.
 
     Raises:
-        PaperError: results are missing.
-        typst.TypstError: the text does not compile.
+        PaperError: results are missing, or the text does not compile.
     """
     data = collect(results)
     out = out.resolve()
@@ -49,14 +47,17 @@ def build(results: Path = RESULTS, out: Path = OUT) -> Path:
     plots.draw_frontier(data["made"]["frontier"]["cells"], out / "frontier.svg")
     plots.draw_timeline(data["timeline"]["events"], out / "timeline.svg")
     pdf = out / "kvkit.pdf"
-    # the root is that of the file system: text and data may lie anywhere
-    _, warnings = typst.compile_with_warnings(
-        str(TEXT),
-        str(pdf),
-        root="/",
-        sys_inputs={"out": str(out)},
-        font_paths=typst.Fonts(include_system_fonts=False),
-    )
+    try:
+        # the root is that of the file system: text and data may lie anywhere
+        _, warnings = typst.compile_with_warnings(
+            str(TEXT),
+            str(pdf),
+            root="/",
+            sys_inputs={"out": str(out)},
+            font_paths=typst.Fonts(include_system_fonts=False),
+        )
+    except typst.TypstError as error:
+        raise PaperError(explained(error.diagnostic or error.message, results, data["slug"])) from error
     for warning in warnings:
         print(warning.diagnostic or warning.message, file=sys.stderr)
     return pdf
@@ -65,10 +66,10 @@ def build(results: Path = RESULTS, out: Path = OUT) -> Path:
 def collect(folder: Path) -> dict[str, Any]:
     """All that the text says in numbers: results of one machine, what is made of them, constants of the code.
 
-    That machine is the one of which the fewest results of benchmarks are missing.
+    That machine is the one with the most results of benchmarks.
 
     Raises:
-        PaperError: results are missing all the same, or a file lacks figures.
+        PaperError: files are missing, or lack a figure that is derived from.
     """
     if not folder.is_dir():
         raise PaperError(f"{folder} is no folder: `make bench` makes it")
@@ -81,17 +82,13 @@ def collect(folder: Path) -> dict[str, Any]:
     ]
     if not documents:
         raise PaperError(f"{folder} holds no results: run `make bench`")
-    gaps, path, document = min(
-        ((list(missing(_by_name(document))), path, document) for path, document in documents),
-        key=lambda found: len(found[0]),
-    )
-    if gaps:
-        raise PaperError(f"{path} lacks\n" + "\n".join(gaps))
+    path, document = max(documents, key=lambda found: len(found[1]["results"]))
     sources = read(folder, path.stem)
     return {
+        "slug": path.stem,
         "machine": document["machine"],
         "versions": document["versions"],
-        "results": _by_name(document),
+        "results": Benchmarks(document, path),
         **sources,
         "made": derive(sources),
         "constants": {
@@ -119,10 +116,6 @@ def collect(folder: Path) -> dict[str, Any]:
     }
 
 
-def _by_name(document: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
-    return {entry["name"]: entry for entry in document["results"]}
-
-
 def main() -> None:
     """Build from the command line's folders."""
     folders = [Path(argument) for argument in sys.argv[1:3]]
@@ -130,8 +123,6 @@ def main() -> None:
         pdf = build(*folders)
     except PaperError as error:
         sys.exit(str(error))
-    except typst.TypstError as error:
-        sys.exit(error.diagnostic or error.message)
     print(pdf)
 
 

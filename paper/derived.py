@@ -9,7 +9,8 @@ from typing import Any
 
 import numpy as np
 
-from benchmarks.report.tables_gpu import fastest
+from benchmarks.report.computed import frontier
+from benchmarks.report.computed_gpu import fastest
 from benchmarks.research.leaderboard import of_full
 from kvkit.lab.quality.statistics import bootstrap
 
@@ -146,36 +147,4 @@ def outcome(one: Mapping[str, Any]) -> dict[str, Any]:
         "refused": len(ways) - len(ran),
         "difference": max((way["difference"] for way in ran), default=None),
         "names": list(ways),
-    }
-
-
-def frontier(runs: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """Hit rates by trace and capacity, means over seeds; of LRU's gap to the bound, what each way closes."""
-    groups = defaultdict[tuple[str, float], list[Mapping[str, Any]]](list)
-    for run in runs:
-        groups[run["trace"], run["share"]].append(run)
-    ways = list(runs[0]["hits"])
-    cells: list[dict[str, Any]] = []
-    for (trace, share), found in groups.items():
-        gaps = {
-            way: [
-                (run["hits"][way] - run["hits"]["lru"]) / (run["bound"] - run["hits"]["lru"]) for run in found
-            ]
-            for way in ways
-        }
-        cells.append(
-            {
-                "trace": trace,
-                "share": share,
-                "bound": statistics.fmean(run["bound"] / run["asked"] for run in found),
-                "hits": {
-                    way: statistics.fmean(run["hits"][way] / run["asked"] for run in found) for way in ways
-                },
-                "closed": {way: statistics.fmean(gaps[way]) for way in ways},
-            }
-        )
-    return {
-        "cells": cells,
-        "seeds": len({run["seed"] for run in runs}),
-        "closed": {way: statistics.fmean(cell["closed"][way] for cell in cells) for way in ways},
     }

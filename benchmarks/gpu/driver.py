@@ -12,13 +12,15 @@ from triton.runtime.cache import triton_key
 
 from benchmarks.gpu.bench import Bench
 from benchmarks.gpu.triton_cache import KEY
-from kvkit.environment import describe
+from kvkit.lab.files import about
 from kvkit.staging import Staging
 
 
 def run(bench: Bench) -> None:
     """Records "machine", "Triton cache" and, by the way that memory was pinned, "pinned memory"."""
-    bench.results.record("machine", **describe(), target=bench.target, nvidia_smi=_nvidia_smi())
+    bench.results.record(
+        "machine", **about("make gpu", seed=0), target=bench.target, nvidia_smi=_nvidia_smi()
+    )
     bench.results.record("Triton cache", **carried_cache())
     library = ctypes.CDLL(bench.libcuda)
     version = ctypes.c_int()

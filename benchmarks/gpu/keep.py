@@ -48,7 +48,7 @@ def merged(files: list[Path]) -> dict[str, Any]:
         raise ValueError('no "machine" of the step "driver" in these files: name that of a whole run first')
     (machine,) = found.pop(("driver", "machine"))
     lines = [_rounded(line) for lines in found.values() for line in lines]
-    about = {"command": "make gpu", "machine": machine["machine"], "versions": machine["versions"]}
+    about = {name: machine.get(name) for name in ("command", "seed", "commit", "machine", "versions")}
     return about | {"driver": machine["nvidia_smi"], "target": machine["target"], "results": lines}
 
 

@@ -16,6 +16,7 @@ import pytest
 from pydantic import ByteSize
 
 from benchmarks.folders import RESULTS, ROOT
+from kvkit.lab.files import about
 from kvkit.lab.simulate.config import SimulatedTier, SimulationConfig
 from kvkit.lab.simulate.model import simulate
 from kvkit.lab.simulate.traces import GENERATORS, Trace, mixed, read_trace
@@ -127,10 +128,9 @@ def main() -> None:
             print(
                 name, seed, share, *(f"{run['hit_rate']:.3f}" for run in runs[-len(POLICIES) :]), flush=True
             )
-    document = {
-        "command": "python -m benchmarks.micro.bench_simulate conversation_trace.jsonl synthetic_trace.jsonl",
+    command = "python -m benchmarks.micro.bench_simulate conversation_trace.jsonl synthetic_trace.jsonl"
+    document = about(command, SEEDS) | {
         "requests": REQUESTS,
-        "seeds": SEEDS,
         "shares": SHARES,
         "policies": list(POLICIES),
         "runs": runs,

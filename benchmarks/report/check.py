@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.folders import RESULTS, ROOT
-from kvkit.environment import describe
+from kvkit.lab.files import about
 
 HOT_PATHS = Path(__file__).parent / "hot_paths.py"
 CASES = ROOT / "benchmarks" / "micro"
@@ -141,11 +141,8 @@ def python() -> str:
 def _check_counts(keep: bool) -> list[str]:
     found = counts()
     if keep:
-        document = describe() | {
-            "command": "python -m benchmarks.report.check --counts --keep",
-            "python_minor": python(),
-            "paths": found,
-        }
+        document = about("python -m benchmarks.report.check --counts --keep", seed=0)
+        document |= {"python_minor": python(), "paths": found}
         RECORDED.write_text(json.dumps(document, indent=1) + "\n")
     recorded = recorded_for(python())
     if recorded is None:

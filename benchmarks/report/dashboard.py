@@ -26,10 +26,11 @@ from urllib.request import Request, urlopen
 
 import numpy as np
 
-from benchmarks.report.tables import ROOT
+from benchmarks.folders import ROOT
 from kvkit.adapters.huggingface import smollm2
-from kvkit.environment import describe, slug
+from kvkit.environment import slug
 from kvkit.lab.demo import pd
+from kvkit.lab.files import about
 from kvkit.lab.serve import memory
 from kvkit.lab.serve.client import connect, drive
 from kvkit.lab.serve.systems import Setup, ended_by_sigterm, free_port, serving, started
@@ -250,11 +251,7 @@ def main() -> None:
     parser.add_argument("--prometheus", default="prometheus", help="the program")
     parser.add_argument("--seconds", type=float, default=180.0)
     given = parser.parse_args()
-    found = (
-        describe()
-        | {"command": "python -m benchmarks.report.dashboard"}
-        | measure(given.prometheus, given.seconds)
-    )
+    found = about("python -m benchmarks.report.dashboard", [1, 2]) | measure(given.prometheus, given.seconds)
     (ROOT / f"benchmarks/results/dashboard-{slug()}.json").write_text(json.dumps(found) + "\n")
     draw(found, ROOT / "docs/pictures/dashboard.png")
 

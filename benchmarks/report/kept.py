@@ -11,7 +11,8 @@ from typing import Any
 import pytest
 
 from benchmarks import folders
-from kvkit.environment import describe, slug
+from kvkit.environment import slug
+from kvkit.lab.files import about, commit
 
 RESULTS = Path(os.environ.get("KVKIT_RESULTS") or folders.RESULTS)
 MEASURED = "KVKIT_MEASURED"
@@ -28,7 +29,8 @@ def pytest_runtest_makereport(item: Any) -> Generator[None, Any, Any]:
         stats = benchmark.stats.stats
         times = {"min_s": stats.min, "median_s": stats.median}
         entry = {"name": f"{stem}::{item.name.removeprefix('test_')}", **times, **benchmark.extra_info}
-        replace(lambda known: known["name"] == entry["name"], [entry])
+        kept = entry | {"commit": commit()}  # others in the file may be of other commits
+        replace(lambda known: known["name"] == entry["name"], [kept])
         with open(os.environ[MEASURED], "a") as file:
             file.write(f"{json.dumps(entry)}\n")
     return report
@@ -39,10 +41,7 @@ def replace(stale: Callable[[dict[str, Any]], bool], fresh: list[dict[str, Any]]
     path = RESULTS / f"{slug()}.json"
     known = json.loads(path.read_text())["results"] if path.exists() else []
     results = [entry for entry in known if not stale(entry)] + fresh
-    document = describe() | {
-        "command": "make bench",
-        "results": sorted(results, key=lambda entry: entry["name"]),
-    }
+    document = about("make bench", seed=0) | {"results": sorted(results, key=lambda entry: entry["name"])}
     RESULTS.mkdir(parents=True, exist_ok=True)
     draft = path.with_suffix(f".{os.getpid()}")
     draft.write_text(json.dumps(document, indent=1) + "\n")

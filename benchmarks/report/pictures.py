@@ -10,8 +10,9 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from benchmarks.folders import RESULTS, ROOT
 from benchmarks.report import dashboard
-from benchmarks.report.tables import MACHINE, RESULTS, ROOT
+from benchmarks.report.spec import MACHINE
 from benchmarks.research import leaderboard
 from benchmarks.serving import resident, timeline, vllm_blend
 from kvkit.lab.demo import conversation as demo

@@ -28,6 +28,7 @@ from kvkit.kernels.tuning.compiling import compile_for
 from kvkit.kernels.tuning.configs import KernelConfig, Launch
 from kvkit.kernels.tuning.problems import every_problem
 from kvkit.lab.compiling.prediction import RATES, predict
+from kvkit.lab.files import about
 
 TARGET = "sm_90"
 ROWS, KEYS, BLOCK = 1280, 8192, 128
@@ -202,8 +203,9 @@ def main() -> None:
     for kernel in kernels:
         print(*kernel.values(), sep=" | ")
     lines = ",\n".join(f"  {json.dumps(kernel)}" for kernel in kernels)
-    head = f'"target": "{TARGET}",\n "triton": "{version_of("triton")}"'
-    arguments.json.write_text(f'{{\n {head},\n "kernels": [\n{lines}\n ]\n}}\n')
+    told = about("python -m benchmarks.research.compiled_peers") | {"target": TARGET}
+    head = json.dumps(told | {"triton": version_of("triton")}, indent=1).removesuffix("\n}")
+    arguments.json.write_text(f'{head},\n "kernels": [\n{lines}\n ]\n}}\n')
 
 
 if __name__ == "__main__":

@@ -19,6 +19,7 @@ from typing import Any
 from msgspec.structs import replace
 
 from benchmarks.folders import RESULTS
+from kvkit.lab.files import about
 from kvkit.lab.simulate.config import SimulationConfig
 from kvkit.lab.simulate.model import Report, simulate
 from kvkit.lab.simulate.report import summary
@@ -118,7 +119,8 @@ def main() -> None:
             runs.append(measure(engines, layout, trace, given))
             print(json.dumps(runs[-1]), flush=True)
             if arguments.json:
-                document = {"speeds": speeds(), "given": given, "per_host": PER_HOST, "runs": runs}
+                told = {"speeds": speeds(), "given": given, "per_host": PER_HOST, "runs": runs}
+                document = about("python -m benchmarks.research.fleet", seed=0) | told
                 arguments.json.write_text(json.dumps(document, indent=1) + "\n")
 
 

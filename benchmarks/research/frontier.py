@@ -22,6 +22,7 @@ from typing import Any
 
 from benchmarks.folders import RESULTS
 from benchmarks.micro.bench_simulate import REQUESTS, distinct
+from kvkit.lab.files import about
 from kvkit.lab.simulate.optimum import most_hits
 from kvkit.lab.simulate.traces import GENERATORS, Trace
 from kvkit.tiers.eviction import state as eviction
@@ -216,7 +217,7 @@ def main() -> None:
             for run in measure(name, seed):
                 runs.append(run)
                 print(run, flush=True)
-    document = {"command": "python -m benchmarks.research.frontier", "requests": REQUESTS, "runs": runs}
+    document = about("python -m benchmarks.research.frontier", SEEDS) | {"requests": REQUESTS, "runs": runs}
     WRITTEN.write_text(json.dumps(document, indent=1) + "\n")
 
 

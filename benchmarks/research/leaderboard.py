@@ -11,7 +11,6 @@ be added; it lies beside, in a .jsonl file.
 from __future__ import annotations
 
 import argparse
-import json
 import math
 import subprocess
 import sys
@@ -72,16 +71,11 @@ def main() -> None:
             sys.exit(status)
 
 
-def entries(results: Path) -> list[dict[str, Any]]:
-    """What was measured, in the order of the files' names."""
-    return [json.loads(path.read_text()) for path in sorted(results.glob("leaderboard-*.json"))]
-
-
-def methods(results: Path) -> list[list[str]]:
+def methods(entries: Sequence[dict[str, Any]]) -> list[list[str]]:
     """Methods of each model, the highest F1 first; tasks count alike."""
     heads = ("rows", "KL", "exact", "F1", "F1, less the default's", "speedup", "samples", "commit")
     rows = [["model, tokens", "method", *heads]]
-    for entry in entries(results):
+    for entry in entries:
         means = entry["overall"]
         for name in sorted(means, key=lambda name: (-means[name]["f1"], means[name]["kl"])):
             shown = means[name]
@@ -93,12 +87,13 @@ def methods(results: Path) -> list[list[str]]:
     return rows
 
 
-def tasks(results: Path) -> list[list[str]]:
+def tasks(entries: Sequence[dict[str, Any]]) -> list[list[str]]:
     """The F1 of each method, task by task, for each model."""
-    every = entries(results)
-    kinds = dict.fromkeys(kind for entry in every for kind, of in entry["sets"].items() if "f1" in of["full"])
+    kinds = dict.fromkeys(
+        kind for entry in entries for kind, of in entry["sets"].items() if "f1" in of["full"]
+    )
     rows = [["model, tokens", "method", *kinds]]
-    for entry in every:
+    for entry in entries:
         for name in entry["overall"]:
             of = [entry["sets"].get(kind, {}).get(name) for kind in kinds]
             rows.append([_named(entry), name, *("" if one is None else f"{one['f1']:.2f}" for one in of)])
@@ -115,12 +110,11 @@ def of_full(sets: Mapping[str, Mapping[str, Any]]) -> tuple[list[str], dict[str,
     return answered, {name: right / exact["full"] for name, right in exact.items()}
 
 
-def curve(path: Path) -> list[list[str]]:
+def curve(found: dict[str, Any]) -> list[list[str]]:
     """How right answers are by the rows that are computed, fewest first; task by task, and all together.
 
     `of full` is `of_full`'s.
     """
-    found = json.loads(path.read_text())
     sets, means = found["sets"], found["overall"]
     kinds = [kind for kind in sets if "exact" in sets[kind]["full"]]
     _, shares = of_full(sets)
@@ -133,9 +127,9 @@ def curve(path: Path) -> list[list[str]]:
     return rows
 
 
-def overpaid(path: Path) -> list[list[str]]:
-    """By how much the question overpays tokens that lost context; of a file of `lost_context`."""
-    runs = json.loads(path.read_text())["runs"]
+def overpaid(document: dict[str, Any]) -> list[list[str]]:
+    """By how much the question overpays tokens that lost context; of a result of `lost_context`."""
+    runs = document["runs"]
     rows = [["tokens of a prompt", *(f"{run['tokens']:,}" for run in runs)]]
     rows.append(["paid to reused tokens, all computed", *(f"{run['exact']:.0%}" for run in runs)])
     rows.append(["to their keys as they were found", *(f"{run['alone']:.0%}" for run in runs)])

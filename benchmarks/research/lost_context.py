@@ -29,7 +29,7 @@ from kvkit.blend.plan import Selection
 from kvkit.kernels.attention.api import blend_attention, query_scores, rope_scatter
 from kvkit.kernels.attention.layer import RowRotations
 from kvkit.kernels.attention.rows import Rows
-from kvkit.lab.files import commit, write_figures
+from kvkit.lab.files import write_figures
 from kvkit.lab.quality.judge import Judge, load_judge
 from kvkit.lab.quality.tasks.registry import samples
 from kvkit.lab.quality.tasks.sample import Sample
@@ -121,7 +121,7 @@ def measure(model: str | None, lengths: list[int], count: int, seed: int) -> dic
                 "by_loss": by_loss(shares, lost),
             }
         )
-    return {"model": name, "samples": count, "seed": seed, "commit": commit(), "runs": runs}
+    return {"model": name, "samples": count, "seed": seed, "runs": runs}
 
 
 def main() -> None:

@@ -28,10 +28,10 @@ from benchmarks.timing import interleaved
 from kvkit import load_config, open_cache
 from kvkit.adapters.huggingface.growing import GrowingCache
 from kvkit.cache import Cache, SequencePages
-from kvkit.environment import describe
 from kvkit.format.layout import KVLayout, LayerGroup
 from kvkit.kernels.pages import reference
 from kvkit.kernels.pages.api import Pages
+from kvkit.lab.files import about
 from kvkit.lab.quality.judge import MeasuredModel, Measures, figures_of, load_measured
 from kvkit.lab.quality.tasks.registry import SETS, samples
 from kvkit.lab.quality.tasks.sample import Sample
@@ -221,7 +221,8 @@ def main() -> None:
     models = dict(model.split("=", 1) for model in given.models)
     sizes = (given.samples, given.tokens, given.rounds)
     found = {name: measure(folder, Console(), *sizes) for name, folder in models.items()}
-    given.json.write_text(json.dumps(describe() | {"models": found}, indent=1) + "\n")
+    command = f"python -m benchmarks.research.precision {' '.join(f'{name}=FOLDER' for name in models)}"
+    given.json.write_text(json.dumps(about(command, seed=0) | {"models": found}, indent=1) + "\n")
 
 
 if __name__ == "__main__":

@@ -17,6 +17,7 @@ import numpy as np
 from pydantic import ByteSize
 
 from benchmarks.folders import RESULTS
+from kvkit.lab.files import about
 from kvkit.lab.simulate.config import NodesConfig, SimulatedTier, SimulationConfig
 from kvkit.lab.simulate.model import Node, Report, Simulator
 from kvkit.lab.simulate.traces import GENERATORS, Request, Trace
@@ -166,8 +167,7 @@ def main() -> None:
                     }
                 )
                 print(*runs[-1].values(), flush=True)
-    document = {
-        "command": "python -m benchmarks.research.routing",
+    document = about("python -m benchmarks.research.routing", SEEDS) | {
         "nodes": NODES,
         "requests": REQUESTS,
         "config": config("session").model_dump(mode="json"),

@@ -25,9 +25,9 @@ from unittest.mock import patch
 import numpy as np
 from xxhash import xxh3_128_digest
 
-from kvkit.environment import describe
 from kvkit.format.names import array_name, record_name
 from kvkit.format.record import HEADER, MAGIC
+from kvkit.lab.files import about
 from kvkit.router.index import BlockIndex, StoredBlocks
 from kvkit.staging import PAGE_BYTES, Staging
 from kvkit.tiers.memory import MemoryTier
@@ -270,7 +270,8 @@ def main() -> None:
             results.append(in_process(part, records))
             print(json.dumps(results[-1]), flush=True)
     if arguments.json:
-        arguments.json.write_text(json.dumps(describe() | {"results": results}, indent=1) + "\n")
+        document = about("python -m benchmarks.research.scale", seed=0) | {"results": results}
+        arguments.json.write_text(json.dumps(document, indent=1) + "\n")
 
 
 def in_process(part: str, records: int) -> dict[str, object]:

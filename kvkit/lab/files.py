@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import shlex
 import subprocess
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -143,13 +143,26 @@ def commit() -> str | None:
         return None
 
 
-def write_figures(path: Path, **figures: Any) -> None:
-    """Write figures as JSON, with a description of the machine and package versions.
+def about(command: str, seed: int | Sequence[int] | None = None, **versions: str | None) -> dict[str, Any]:
+    """Describe a measurement: command, seed, commit, machine and package versions.
+
+    Args:
+        command: what measures it again.
+        seed: the seed or seeds that all random numbers derive from; None if nothing is random.
+        versions: of further packages, by name.
+    """
+    described = describe()
+    described["versions"] |= versions
+    return {"command": command, "seed": seed, "commit": commit()} | described
+
+
+def write_figures(path: Path, command: str, seed: int | Sequence[int] | None = None, **figures: Any) -> None:
+    """Write figures as JSON, below what `about` says of the measurement.
 
     Raises:
         BenchError: the file cannot be written.
     """
     try:
-        path.write_text(json.dumps(describe() | figures, indent=1) + "\n")
+        path.write_text(json.dumps(about(command, seed) | figures, indent=1) + "\n")
     except OSError as error:
         raise BenchError(str(error)) from error

@@ -45,7 +45,7 @@ def test_the_leaderboard_has_every_method_of_every_model(
     assert found["sets"]["needle keys"].keys() == {"full", *leaderboard.METHODS}
     methods = {method_named(name).selection.method for name in leaderboard.METHODS}
     assert methods >= registry.METHODS.keys() - {"v_deviation"}
-    (heads, *rows), (tasks, *_) = leaderboard.methods(tmp_path), leaderboard.tasks(tmp_path)
+    (heads, *rows), (tasks, *_) = leaderboard.methods([found]), leaderboard.tasks([found])
     assert len(rows) == 1 + len(leaderboard.METHODS)
     assert {len(row) for row in rows} == {len(heads)}
     assert tasks == ["model, tokens", "method", "needle keys"]
@@ -66,7 +66,7 @@ def test_rows_against_answers(folder: Path, tmp_path: Path) -> None:
     small |= {"--json ": f"--json {tmp_path}/"}
     command = changed(on_page("docs/evidence/leaderboard.md", "kvkit bench blend --tokens 4096"), small)
     measure(*words_of(command)[1:])
-    _, *rows = leaderboard.curve(tmp_path / "blend-rows-4k.json")
+    _, *rows = leaderboard.curve(json.loads((tmp_path / "blend-rows-4k.json").read_text()))
     shares = {name: float(rows.removesuffix("%")) for name, rows, *_ in rows}
     assert (
         shares["naive"] < shares["default .15"] == shares["default .15, drift"] < shares["default .80"] < 100
@@ -81,6 +81,6 @@ def test_what_is_overpaid(folder: Path, tmp_path: Path, monkeypatch: pytest.Monk
     words = [*words_of(page)[3:-1], str(tmp_path / "lost.json"), "--model", str(folder), "--samples", "1"]
     monkeypatch.setattr("sys.argv", ["lost_context", *words, "--tokens", "512", "768"])
     lost_context.main()
-    (_, *tokens), (_, *exact), *_ = leaderboard.overpaid(tmp_path / "lost.json")
+    (_, *tokens), (_, *exact), *_ = leaderboard.overpaid(json.loads((tmp_path / "lost.json").read_text()))
     assert tokens == ["512", "768"]
     assert all(0 < float(share.removesuffix("%")) <= 100 for share in exact)

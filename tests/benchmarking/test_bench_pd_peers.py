@@ -10,7 +10,8 @@ from pathlib import Path
 import pytest
 from transformers import AutoConfig
 
-from benchmarks.report.tables import MACHINE, render
+from benchmarks.report.spec import MACHINE
+from benchmarks.report.tables import render
 from benchmarks.serving.engines import BLOCK, TOKEN_BYTES, awake
 from benchmarks.serving.pd_peers import PROMPT_TOKENS, Handed, summary, systems
 from kvkit.adapters.huggingface import smollm2
@@ -71,8 +72,6 @@ def test_of_all_rounds_the_least_and_the_middle_count() -> None:
 
 def test_the_table(tmp_path: Path) -> None:
     each = [Handed(2.0, 0.25, 0.125, 3.0, 1536, True), Handed(1.0, 1.0, 0.5, 4.0, 1536, True)]
-    (tmp_path / f"{MACHINE}.json").write_text('{"results": []}')
-    (tmp_path / f"demo-{MACHINE}.json").write_text('{"turns": []}')
     (tmp_path / f"pd-{MACHINE}.json").write_text(json.dumps({"results": [summary("way", 1600, each)]}))
     *_, row, _ = render("<!-- table: pd -->\n<!-- end -->", tmp_path).splitlines()
     times = "1000 / 1500 ms | 250 / 625 ms | 125 / 312 ms | 3000 / 3500 ms"

@@ -8,7 +8,8 @@ from typing import Any
 
 import pytest
 
-from benchmarks.report.tables import MACHINE, render
+from benchmarks.report.spec import MACHINE
+from benchmarks.report.tables import render
 from benchmarks.serving.engines import BLOCK
 from benchmarks.serving.vllm_blend import transfer
 from kvkit.adapters.vllm.settings import read_settings
@@ -39,8 +40,6 @@ def test_its_engines_can_be_opened(blend: bool) -> None:
 
 
 def rendered(name: str, folder: Path) -> list[str]:
-    (folder / f"{MACHINE}.json").write_text('{"results": []}')
-    (folder / f"demo-{MACHINE}.json").write_text('{"turns": []}')
     return render(f"<!-- table: {name} -->\n<!-- end -->", folder).splitlines()[1:-1]
 
 

@@ -11,7 +11,8 @@ import pytest
 
 from benchmarks.gpu.keep import merged
 from benchmarks.gpu.results import Results
-from benchmarks.report import tables_gpu
+from benchmarks.report.spec import GPU
+from benchmarks.report.tables import render
 from kvkit.kernels.tuning.problems import every_problem
 from kvkit.kernels.tuning.tables import SHIPPED, build_of, read_table
 
@@ -73,21 +74,16 @@ def test_a_document_has_its_machine(tmp_path: Path) -> None:
         merged([path])
 
 
-def test_without_a_result_tables_have_a_head_alone(tmp_path: Path) -> None:
-    for name, table in tables_gpu.tables(tmp_path / "none.json", "gpu").items():
-        assert len(table()) == 1, name
-
-
 def test_the_tables_reckon_from_the_tuned_time(tmp_path: Path) -> None:
-    path = tmp_path / "gpu.json"
+    path = tmp_path / f"gpu-{GPU}.json"
     default = {"config": "TILE=1 warps=4", "us": 200.0, "of_copy": 0.4, "predicted_us": 50.0}
     lines = [
         {"step": "defaults", "what": "pack fp8", **default},
         {"step": "tune", "what": "pack fp8", "config": "TILE=2 warps=4", "us": 110.0, "default_us": 220.0},
     ]
     path.write_text(json.dumps({"results": lines}))
-    (row,) = tables_gpu.kernels(path)[1:]
-    assert row == ["pack fp8", "TILE=2 warps=4", "100.0", "0.80", "", "200.0", "50.0"]
+    *_, row, _ = render("<!-- table: gpu_kernels -->\n<!-- end -->", tmp_path).splitlines()
+    assert row == "| pack fp8 | TILE=2 warps=4 | 100.0 | 0.80 |  | 200.0 | 50.0 |"
 
 
 @pytest.mark.parametrize("path", sorted(SHIPPED.glob("*.json")), ids=lambda path: path.stem)

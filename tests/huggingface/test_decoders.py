@@ -20,8 +20,8 @@ from repository import ROOT
 from kvkit.adapters.huggingface.cached import CachedModel
 from kvkit.adapters.huggingface.steps import batch_of
 from kvkit.config import load_config
-from kvkit.environment import describe
 from kvkit.format.layout import LayoutError
+from kvkit.lab.files import about
 
 RESULTS = ROOT / "benchmarks/results/decoders.json"
 DAILY = ("llama", "qwen3_moe", "gemma2", "gpt_oss", "deepseek_v3", "falcon_h1", "bert", "opt")
@@ -122,7 +122,7 @@ def main() -> None:
         with tempfile.TemporaryDirectory() as folder:
             found[kind] = measure(kind, Path(folder))
         print(kind, found[kind], flush=True)
-    figures = describe() | {"command": "python tests/huggingface/test_decoders.py", "decoders": found}
+    figures = about("python tests/huggingface/test_decoders.py", seed=0) | {"decoders": found}
     RESULTS.write_text(json.dumps(figures, indent=1) + "\n")
 
 

@@ -18,7 +18,7 @@ from kvkit import cli
 from kvkit.adapters.huggingface import smollm2
 from kvkit.lab.demo import conversation as demo
 from kvkit.lab.demo.conversation import Turn
-from kvkit.lab.files import BenchError
+from kvkit.lab.files import BenchError, about
 
 
 @pytest.fixture(scope="module")
@@ -71,7 +71,7 @@ def test_the_second_process_finds_the_conversation_on_disk(tiny: Path, tmp_path:
     assert turns == sorted(turns, key=lambda turn: turn.prompt_tokens), "the history grows"
 
     written = json.loads((tmp_path / "demo.json").read_text())
-    assert set(written) == {"machine", "versions", "command", "model", "turns", "first_process"}
+    assert set(written) == {*about("x"), "model", "turns", "first_process"}
     assert written["model"] == str(tiny)
     fields = {"prompt_tokens", "hit_tokens", "computed_tokens", "ttft_s", "ttft_cold_s", "identical"}
     assert all(set(turn) == fields for turn in written["turns"] + written["first_process"])

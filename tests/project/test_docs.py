@@ -24,7 +24,8 @@ from typer.main import get_command
 
 import kvkit
 from benchmarks.report.pictures import draw
-from benchmarks.report.tables import MACHINE, PAGES, RESULTS, ROOT, render
+from benchmarks.report.spec import MACHINE
+from benchmarks.report.tables import PAGES, RESULTS, ROOT, render
 from docs import reference
 from kvkit.adapters.vllm.settings import Settings as ConnectorSettings
 from kvkit.cli import app
@@ -198,7 +199,6 @@ def test_what_a_page_says_of_a_gpu_is_in_its_results(gpu: str) -> None:
 def test_kernels_that_were_not_measured_are_left_out(tmp_path: Path) -> None:
     def table(name: str, results: list[dict[str, Any]]) -> list[str]:
         (tmp_path / f"{MACHINE}.json").write_text(json.dumps({"results": results}))
-        (tmp_path / f"demo-{MACHINE}.json").write_text('{"turns": []}')
         return render(f"<!-- table: {name} -->\n<!-- end -->", tmp_path).splitlines()[1:-1]
 
     assert table("kernels", []) == table("blend_4k", []) == ["*Not measured yet.*"]

@@ -6,7 +6,7 @@ import json
 import re
 import shutil
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -16,39 +16,25 @@ pytest.importorskip("typst")
 
 from repository import ROOT
 
+from benchmarks.report.registry import REGISTERED
 from paper import build as paper
 from paper import derived, plots, sources
 
 RESULTS = ROOT / "benchmarks" / "results"
 MACHINE = "amd-epyc-2-cores"
-VALUES: Mapping[str, Any] = {"file_system": "ext4", "threads": 4, "records": 512, "bytes": 1_000_000}
 Change = Callable[[dict[str, dict[str, Any]]], object]
 
 
-def entry(name: str, fields: Sequence[str]) -> dict[str, Any]:
-    """A benchmark's result with these fields, and no more than every result has."""
-    made: dict[str, Any] = {"name": name, "min_s": 1e-3, "median_s": 1.1e-3}
-    for number, field in enumerate(fields):
-        *way, last = field.replace("GB/s", "GB%s").split("/")
-        target = made
-        for step in way:
-            target = target.setdefault(step, {})
-        target.setdefault(last.replace("GB%s", "GB/s"), VALUES.get(last, 0.5 + 0.13 * number))
-    return made
-
-
 def sample(folder: Path, change: Change = lambda results: None, slug: str = "x") -> Path:
-    """Results of benchmarks as `make bench` leaves them, after `change`, beside the recorded others."""
-    results = {name: entry(name, needed) for name, needed in sources.NEEDED.items()}
-    change(results)
-    about = {
-        "machine": {"cpu": "Sample CPU", "cores": 3, "gpu": None, "memory_gib": 5, "system": "Linux 6.1"},
-        "versions": {"python": "3.11.0", "kvkit": "0", "torch": "2", "numpy": "2", "numba": "0"},
-    }
+    """The recorded results as another machine's, those of benchmarks after `change`."""
     folder.mkdir(exist_ok=True)
-    (folder / f"{slug}.json").write_text(json.dumps(about | {"results": list(results.values())}))
-    for source in sources.SOURCES.values():
-        shutil.copy(RESULTS / source.file.format(machine=MACHINE), folder / source.file.format(machine=slug))
+    for name in sources.SOURCES.values():
+        result = REGISTERED[name]
+        shutil.copy(result.path(RESULTS, MACHINE), result.path(folder, slug))
+    document = json.loads((RESULTS / f"{MACHINE}.json").read_text())
+    results = {entry["name"]: entry for entry in document["results"]}
+    change(results)
+    (folder / f"{slug}.json").write_text(json.dumps(document | {"results": list(results.values())}))
     return folder
 
 
@@ -76,73 +62,73 @@ def test_the_paper_says_what_the_results_say(tmp_path: Path, capsys: pytest.Capt
 
 def test_a_missing_file_is_named_with_its_command(tmp_path: Path) -> None:
     folder = sample(tmp_path)
-    for source in sources.SOURCES.values():
-        path = folder / source.file.format(machine="x")
+    for name in sources.SOURCES.values():
+        path = REGISTERED[name].path(folder, "x")
         kept = path.read_bytes()
         path.unlink()
-        with pytest.raises(
-            paper.PaperError, match=re.escape(f"{path} is missing: run `{source.command} --json {path}`")
-        ):
+        command = REGISTERED[name].command_for(path)
+        with pytest.raises(paper.PaperError, match=re.escape(f"{path} is missing: run `{command}`")):
             sources.read(folder, "x")
         path.write_bytes(kept)
 
 
 @pytest.mark.parametrize(
-    ("name", "way", "said"),
+    ("name", "way", "says"),
     [
-        ("compiled", ("kernels", 1, "spill_bytes"), "kernels/1/spill_bytes"),
-        ("blend_4k", ("sets", "documents", "naive", "kl_interval"), "sets/documents/naive/kl_interval"),
-        ("served", ("results", 0, "ttft_s", "hit, on"), "results/0/ttft_s/hit, on"),
-        ("demo", ("turns", 2, "identical"), "turns/2/identical"),
-        ("soak", ("parts", "vllm", "wrong_tokens"), "parts/vllm/wrong_tokens"),
+        # the text asks for these
+        ("compile", ("triton",), "lacks triton: run `python -m kvkit.lab.compiling.gate --json "),
+        ("demo", ("turns", 2, "identical"), "lacks identical: run `kvkit demo --json "),
+        ("soak", ("parts", "vllm", "wrong_tokens"), "lacks wrong_tokens: run `python -m benchmarks.soak "),
+        # and Python for these
+        (
+            "vllm-blend",
+            ("results", 0, "ttft_s", "hit, on"),
+            "lacks results/0/ttft_s/hit, on: run `python -m ",
+        ),
     ],
 )
-def test_a_missing_figure_is_named_with_its_place(
-    name: str, way: tuple[str | int, ...], said: str, tmp_path: Path
+def test_a_missing_figure_is_named_with_its_command(
+    name: str, way: tuple[str | int, ...], says: str, tmp_path: Path
 ) -> None:
-    path = sample(tmp_path) / sources.SOURCES[name].file.format(machine="x")
+    path = REGISTERED[name].path(sample(tmp_path / "results"), "x")
     document = inner = json.loads(path.read_text())
     for step in way[:-1]:
         inner = inner[step]
     del inner[way[-1]]
     path.write_text(json.dumps(document))
-    with pytest.raises(paper.PaperError, match=re.escape(f"{path} lacks {said}: run `")):
-        paper.collect(tmp_path)
+    with pytest.raises(paper.PaperError, match=re.escape(f"{path} {says}")):
+        paper.build(path.parent, tmp_path / "out")
 
 
-def test_a_missing_benchmark_is_named_with_its_command() -> None:
-    every = {each: entry(each, fields) for each, fields in sources.NEEDED.items()}
-    for name in sources.NEEDED:
-        command = (
-            f"{name}: run `python -m benchmarks.report.run benchmarks/micro/bench_{name.split('::')[0]}.py`"
-        )
-        assert list(sources.missing({each: every[each] for each in every if each != name})) == [
-            f"  {command}"
-        ]
-        assert (ROOT / "benchmarks/micro" / f"bench_{name.split('::')[0]}.py").exists()
-
-
-def test_a_missing_figure_of_a_benchmark_is_named(tmp_path: Path) -> None:
-    name = "pages::pages[mla]"
-    results = sample(tmp_path, lambda results: results[name]["pack"].pop("of copy_"))
-    with pytest.raises(
-        paper.PaperError, match=r"x\.json lacks\n +pack/of copy_/min, pack/of copy_/median of pages::pages"
-    ):
-        paper.build(results, tmp_path / "out")
+def test_a_missing_figure_of_no_certain_file_is_named_with_its_line(tmp_path: Path) -> None:
+    path = REGISTERED["blend-4k"].path(sample(tmp_path / "results"), "x")
+    document = json.loads(path.read_text())
+    del document["sets"]["documents"]["naive"]["kl_interval"]
+    path.write_text(json.dumps(document))
+    with pytest.raises(paper.PaperError, match=r'"kl_interval"[^│]*paper/text/appendix\.typ:\d+'):
+        paper.build(path.parent, tmp_path / "out")
 
 
 @pytest.mark.parametrize(
-    ("found", "field", "absent"),
+    ("name", "lost", "says"),
     [
-        ({"a": {"b/c": 1}}, "a/b/c", []),
-        ({"a": {}}, "a/b", ["a/b"]),
-        ({"a": [{"b": 1}, {"b": None}]}, "a/*/b", ["a/1/b"]),
-        ({"a": []}, "a/*/b", ["a/*/b"]),
-        ({"a": {"x": {"b": False}}}, "a/*/b", []),
+        ("tiers::memory_borrow", None, "tiers::memory_borrow"),
+        ("pages::lmcache", None, "pages::lmcache"),
+        ("pages::pages[vllm-cpu-LBHNC]", "pack", "pages::pages[vllm-cpu-LBHNC]/pack"),
+        ("cache::overhead_of_a_memory_hit", "us_per_chunk", "us_per_chunk"),
     ],
 )
-def test_gaps(found: dict[str, Any], field: str, absent: list[str]) -> None:
-    assert sources.gaps(found, field) == absent
+def test_a_missing_benchmark_or_figure_of_it_is_named_with_its_command(
+    name: str, lost: str | None, says: str, tmp_path: Path
+) -> None:
+    folder = sample(
+        tmp_path / "results", lambda results: results.pop(name) if lost is None else results[name].pop(lost)
+    )
+    file = f"benchmarks/micro/bench_{name.split('::')[0]}.py"
+    assert (ROOT / file).exists()
+    message = f"{folder / 'x.json'} lacks {says}: run `python -m benchmarks.report.run {file}`"
+    with pytest.raises(paper.PaperError, match=re.escape(message)):
+        paper.build(folder, tmp_path / "out")
 
 
 def test_a_folder_without_results_is_said(tmp_path: Path) -> None:
@@ -155,13 +141,15 @@ def test_a_folder_without_results_is_said(tmp_path: Path) -> None:
 def test_the_machine_with_the_most_results_is_taken(tmp_path: Path) -> None:
     sample(tmp_path, slug="b")
     sample(tmp_path, dict.clear, slug="a")
-    assert paper.collect(tmp_path)["results"].keys() == sources.NEEDED.keys()
+    assert paper.collect(tmp_path)["slug"] == "b"
 
 
-def test_a_slower_peer_and_a_missed_roof_point_to_the_right_sides() -> None:
-    results = {name: entry(name, fields) for name, fields in sources.NEEDED.items()}
-    results["pages::lmcache"]["pack to LMCache gather"] = {"min": 4.0, "median": 2.0}  # times as fast
-    results["pages::pages[vllm-cpu-LBHNC]"]["pack"]["of copy_"] = {"min": 0.5, "median": 0.8}  # of its speed
+def test_a_slower_peer_and_a_missed_roof_point_to_the_right_sides(tmp_path: Path) -> None:
+    def change(results: dict[str, dict[str, Any]]) -> None:
+        results["pages::lmcache"]["pack to LMCache gather"] = {"min": 4.0, "median": 2.0}  # times as fast
+        results["pages::pages[vllm-cpu-LBHNC]"]["pack"]["of copy_"] = {"min": 0.5, "median": 0.8}  # its speed
+
+    results = paper.collect(sample(tmp_path, change))["results"]
     ratios = {(bar.label, bar.other): bar.ratio for bar in plots.bars(results)}
     assert ratios["pack, vLLM's CPU pages", "LMCache gather"] == (0.25, 0.5)
     assert ratios["pack, vLLM's CPU pages", "copy_"] == (2.0, 1.25)

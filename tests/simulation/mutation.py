@@ -16,6 +16,7 @@ from typing import Any
 
 from repository import ROOT, SUPPORT, TESTS
 
+from kvkit.lab.files import about, commit
 from simulation.lives import BUDGET
 from simulation.mutant import Mutant
 from simulation.mutants import MUTANTS
@@ -90,9 +91,10 @@ def run(mutants: Sequence[Mutant], seeds: int | None = None, *, keep: bool = Fal
 def record(row: dict[str, Any]) -> None:
     """Put a row in the place of the one of before."""
     known = {before["what"]: before for before in json.loads(RESULTS.read_text())["mutants"]}
-    known[row["what"]] = row
+    known[row["what"]] = row | {"commit": commit()}
     every = [known[mutant.what] for mutant in MUTANTS if mutant.what in known]
-    RESULTS.write_text(json.dumps({"budget": BUDGET, "mutants": every}, indent=1) + "\n")
+    document = about("make simulate-mutants", seed=0) | {"budget": BUDGET, "mutants": every}
+    RESULTS.write_text(json.dumps(document, indent=1) + "\n")
 
 
 def main() -> int:

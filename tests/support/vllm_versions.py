@@ -13,6 +13,8 @@ from typing import Any
 from async_scheduling import ASKED
 from repository import ROOT
 
+from kvkit.lab.files import about, commit
+
 RESULTS = ROOT / "benchmarks" / "results" / "vllm-versions.json"
 
 
@@ -31,14 +33,13 @@ def record(counts: Mapping[str, int], results: Path = RESULTS) -> None:
         "scheduling": "overlapping" if os.environ.get(ASKED) else "in turn",
         "runner": "V1",
         **{name: version(name) for name in ("torch", "transformers", "numba")},
-        "commit": _output("git", "rev-parse", "--short", "HEAD"),
+        "commit": commit(),
         "day": _output("date", "+%F"),
         **counts,
     }
     kept = [one for one in found["runs"] if _which(one) != _which(row)]
-    found["command"] = "make test-vllm-versions"
-    found["runs"] = sorted([*kept, row], key=_which)
-    results.write_text(json.dumps(found, indent=1) + "\n")
+    document = about("make test-vllm-versions") | {"runs": sorted([*kept, row], key=_which)}
+    results.write_text(json.dumps(document, indent=1) + "\n")
 
 
 def _which(row: Mapping[str, Any]) -> tuple[str, str]:

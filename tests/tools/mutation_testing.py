@@ -20,7 +20,6 @@ import json
 import os
 import resource
 import signal
-import sys
 import time
 import tomllib
 from collections import Counter
@@ -37,6 +36,7 @@ from _pytest.runner import runtestprotocol
 from mutmut.mutation.mutators import mutation_operators
 
 from kvkit.environment import version_of
+from kvkit.lab.files import about, commit
 
 ROOT = Path(__file__).parent.parent.parent
 KEPT = ROOT / ".mutants"
@@ -287,7 +287,8 @@ def report(module: str, verdicts: dict[str, str]) -> dict[str, Any]:
     total, dead = counts.total(), counts["killed"] + counts["timeout"]
     found = {"module": module, "mutants": total, "killed": counts["killed"], "timed_out": counts["timeout"]}
     score = round(100 * dead / max(1, total - same), 1)
-    return {**found, "survived": counts["survived"], "explained": same, "score_percent": score}
+    found |= {"survived": counts["survived"], "explained": same, "score_percent": score}
+    return found | {"commit": commit()}
 
 
 def main() -> None:
@@ -306,9 +307,8 @@ def main() -> None:
         before = json.loads(given.json.read_text())["modules"] if given.json.exists() else []
         rows = {row["module"]: row for row in before} | rows
         versions = {name: version_of(name) for name in ("mutmut", "libcst", "pytest", "hypothesis")}
-        python = {"python": ".".join(map(str, sys.version_info[:3]))}
         ordered = [rows[module] for module in modules if module in rows]
-        content = {"command": "make mutants", "versions": python | versions, "modules": ordered}
+        content = about("make mutants", **versions) | {"modules": ordered}
         given.json.write_text(json.dumps(content, indent=1) + "\n")
 
 

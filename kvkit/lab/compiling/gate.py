@@ -33,6 +33,7 @@ from kvkit.kernels.tuning.gpus import GPUS
 from kvkit.kernels.tuning.problems import every_problem
 from kvkit.lab.compiling.keys import compile_keyed
 from kvkit.lab.compiling.report import as_json, shown
+from kvkit.lab.files import about
 
 GATE = ("sm_80", "sm_90", "sm_100", "gfx942")
 """Targets that every kernel must compile for without spills."""
@@ -146,7 +147,7 @@ def write(path: Path, found: Document, complete: bool = True) -> None:
         ValueError: the document is not complete, and the file is of another version of Triton.
         OSError: the file cannot be read or written.
     """
-    kernels = _listed(found)
+    kernels, told = _listed(found), about("python -m kvkit.lab.compiling.gate")
     if not complete:
         recorded = json.loads(path.read_text())
         if recorded["triton"] != found["triton"]:
@@ -154,8 +155,10 @@ def write(path: Path, found: Document, complete: bool = True) -> None:
                 f"{path} is of Triton {recorded['triton']}, this is {found['triton']}: record all of it"
             )
         kernels = _listed(recorded) | kernels
+        told = {name: value for name, value in recorded.items() if name not in found}  # as old as it was
     lines = ",\n".join(f"  {json.dumps(entry)}" for entry in kernels.values())
-    path.write_text(f'{{\n "triton": {json.dumps(found["triton"])},\n "kernels": [\n{lines}\n ]\n}}\n')
+    head = json.dumps(told | {"triton": found["triton"]}, indent=1).removesuffix("\n}")
+    path.write_text(f'{head},\n "kernels": [\n{lines}\n ]\n}}\n')
 
 
 def run(pool: CompilePool, command_line: Sequence[str]) -> int:

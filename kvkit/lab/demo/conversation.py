@@ -64,8 +64,8 @@ def run(model: str | None, json_path: Path, png_path: Path, console: Console) ->
         first = _run_process("first process: computes and stores", folder, store, False, console)
         second = _run_process("second process: every hit is read from disk", folder, store, True, console)
     show(table(second), console)
-    turns = {"turns": list(map(asdict, second)), "first_process": list(map(asdict, first))}
-    write_figures(json_path, command="kvkit demo", model=model or smollm2.NAME, **turns)
+    turns, before = ([asdict(turn) for turn in process] for process in (second, first))
+    write_figures(json_path, "kvkit demo", model=model or smollm2.NAME, turns=turns, first_process=before)
     picture(first, second).savefig(png_path, dpi=110)
     print_text(f"figures: {json_path}", console)
     print_text(f"picture: {png_path}", console)

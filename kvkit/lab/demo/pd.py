@@ -108,7 +108,13 @@ def run(
         for (a, (prefill_hits, decode_received)), p in zip(pd, plain, strict=True)
     ]
     show(table(turns), console)
-    write_figures(json_path, flow=flow, turns=[asdict(turn) for turn in turns])
+    write_figures(
+        json_path,
+        command=f"kvkit demo --pd --flow {flow}",
+        seed=0,
+        flow=flow,
+        turns=[asdict(turn) for turn in turns],
+    )
     print_text(f"figures: {json_path}", console)
     draw(turns, png_path)
     print_text(f"picture: {png_path}", console)

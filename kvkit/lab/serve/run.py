@@ -84,6 +84,7 @@ def run(traffic: Traffic, targets: Targets, json_path: Path, png_path: Path | No
         write_figures(
             json_path,
             command=_command(workloads, traffic),
+            seed=traffic.seed,
             model=Path(model).name if model and Path(model).is_dir() else model,
             load=asdict(traffic) | {"workloads": workloads},
             interleave=targets.interleave,
