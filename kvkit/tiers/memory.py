@@ -125,6 +125,12 @@ class MemoryTier(Tier):
         with self._lock:
             return iter([(name, lease.used) for name, lease in self._leases.items()])
 
+    def check_integrity(self) -> None:
+        """Raise `AssertionError` if slots and entries differ, or are too many: a defect in kvkit."""
+        with self._lock:
+            assert self._leases.keys() == self._state.entries.keys()
+            assert len(self._leases) <= self.slots
+
     def close(self) -> None:
         with self._lock:
             self._closed = True

@@ -43,6 +43,11 @@ class Prefetched:
             removed = [self._leases.popitem(last=False)[1][1] for _ in range(min(count, len(self._leases)))]
         release_all(removed)
 
+    def check_integrity(self) -> None:
+        """Raise `AssertionError` if more slots are kept than allowed, which is a defect in kvkit."""
+        with self._lock:
+            assert len(self._leases) <= self.slots, f"{len(self._leases)} of {self.slots} slots are kept"
+
     def close(self) -> None:
         """Release all records and keep no more: a prefetch that outlasts its cache finds no room."""
         with self._lock:

@@ -211,7 +211,7 @@ def test_memory_that_a_peer_only_claims_to_have_is_not_brought_in() -> None:
     fcntl.fcntl(descriptor, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW)
     before = os.fstat(descriptor).st_blocks
     arena = unix.PeerArena(os.dup(descriptor), PAGE_BYTES, size // PAGE_BYTES)
-    arena._prefaulter.join(DEADLINE_S)
+    assert arena.ready.wait(DEADLINE_S)
     assert os.fstat(descriptor).st_blocks == before
     arena.close()
     os.close(descriptor)

@@ -160,7 +160,7 @@ def node(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Node]:
 def test_whatever_a_known_peer_says_no_slot_is_lost(node: Node, data: bytes) -> None:
     speaker = Speaker(node.tcp)
     assert isinstance(speaker.hello(), Proof)
-    plain = speaker.channel._stream.socket
+    plain = speaker.socket
     with suppress(OSError):  # cut off before all is said
         plain.sendall(data)
         plain.shutdown(socket.SHUT_WR)

@@ -248,7 +248,7 @@ def test_who_does_not_read_costs_little(process: Process, transport: str) -> Non
     speaker.hello()
     query = encode(Query(1, tuple(record_names(1))))
     frames = (HEADER.pack(len(query), 0) + query) * MAX_QUERIES
-    plain = speaker.channel._stream.socket.dup()
+    plain = speaker.socket.dup()
     with pytest.raises(ConnectionError):
         plain.sendall(frames)
     rise = cost.rise()

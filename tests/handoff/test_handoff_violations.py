@@ -115,7 +115,7 @@ def test_garbage_ends_a_connection_and_nothing_else(
         if stage == "after it":
             speaker = Speaker(address(node, transport))
             assert isinstance(speaker.hello(), Proof)
-            plain = speaker.channel._stream.socket.dup()
+            plain = speaker.socket.dup()
         else:
             plain = raw_socket(address(node, transport))
         plain.sendall(garbage)
@@ -300,7 +300,7 @@ def test_who_does_not_read_is_cut_off(tmp_path: Path, sender: Sender, slots: Sta
     send(sender, slots, record_names(3, "a" * 16))
     assert transfer.done.result(LONG_S) == 0
     hung_up = select.poll()
-    hung_up.register(speaker.channel._stream.socket, 0)
+    hung_up.register(speaker.socket, 0)
     assert hung_up.poll(LONG_S * 1000), "it was not cut off"
     speaker.close()
     node.close()

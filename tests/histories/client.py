@@ -151,7 +151,7 @@ class Hand:
             "lookup": self._lookup_alone,
             "store": self.store,
             "remove": self.remove,
-            "clear": lambda: self.clear(self.chance.choice(self._kept())),
+            "clear": lambda: self.clear(self.chance.choice(self.kept_tiers())),
             "reset": self.reset,
             "send": self.send,
             "use": self.use,
@@ -208,7 +208,7 @@ class Hand:
         """Store a sequence, or only what comes after a gap."""
         path = self._path()
         first = self.chance.randrange(len(path)) if self.chance.random() < 0.3 else 0
-        targets = self._kept() if self.chance.random() < 0.7 else [STORE]
+        targets = self.kept_tiers() if self.chance.random() < 0.7 else [STORE]
         tokens = _tokens(path)
         table = self.engine.table(len(tokens))
         self.engine.compute(tokens, table)
@@ -239,7 +239,7 @@ class Hand:
         first = self.chance.randrange(len(path))
         stop = min(len(path), first + self.chance.choice((1, 2)))
         names = self._chunks(path).records(first, stop)
-        for tier in self._kept():
+        for tier in self.kept_tiers():
             self._removing(
                 self.recorder.begin("remove", self._labels(path)[first:stop], [tier]),
                 partial(self.cache.tiers[tier].delete, names),
@@ -345,7 +345,7 @@ class Hand:
         failures = (dict(counts.read_errors), dict(counts.timeouts)) if healthy else object()
         return failures, time.monotonic()
 
-    def _kept(self) -> list[str]:
+    def kept_tiers(self) -> list[str]:
         """Tiers that keep what is stored."""
         return [name for name in (MEMORY, STORE) if name in self.cache.tiers]
 
@@ -365,7 +365,7 @@ def look_at_all(client: Client) -> None:
     hand = Hand(client, 0)
     for path in PATHS:
         hand.attempt(partial(hand.load, path))
-    for tier in hand._kept():
+    for tier in hand.kept_tiers():
         hand.attempt(partial(hand.clear, tier))
     for path in PATHS:
         hand.attempt(partial(hand.load, path))

@@ -378,7 +378,7 @@ def test_without_values_or_rows(form: str) -> None:
     nothing, lse = alone(q, jk, jv[..., :0], rows, scoring)
     assert nothing.shape == (3, 4, 0)
     np.testing.assert_array_equal(lse, FORMS[form](q, jk, jv, rows, scoring)[1])
-    none = rows._replace(positions=rows.positions[:0], row_starts=jnp.array([0, 0]))
+    none = Requests(rows.tables, rows.positions[:0], jnp.array([0, 0]), rows.lengths)
     o, lse = FORMS[form](q[:0], jk, jv, none, scoring)
     assert (o.shape, o.dtype) == ((0, 4, 6), jnp.float32)
     assert (lse.shape, lse.dtype) == ((0, 4), jnp.float32)
@@ -455,7 +455,14 @@ def test_nothing_else_imports_jax() -> None:
 
 
 Q, K = jnp.zeros((5, 4, 8)), jnp.zeros((3, 2, 4, 8))
-ROWS = Requests(*(jnp.zeros(shape, jnp.int32) for shape in ((2, 3), 5, 3, 2)))
+FIELDS = ("tables", "positions", "row_starts", "lengths")
+
+
+def zeros(*shapes: tuple[int, ...]) -> dict[str, Any]:
+    return {name: jnp.zeros(shape, jnp.int32) for name, shape in zip(FIELDS, shapes, strict=True)}
+
+
+ROWS, ONE = zeros((2, 3), (5,), (3,), (2,)), zeros((1, 3), (5,), (2,), (1,))
 
 
 @pytest.mark.parametrize(
@@ -469,39 +476,36 @@ ROWS = Requests(*(jnp.zeros(shape, jnp.int32) for shape in ((2, 3), 5, 3, 2)))
         ({"k_pages": K.astype(jnp.float16)}, r"k_pages: .* float16"),
         ({"v_pages": K[:2]}, r"v_pages: \(2, 2, 4, 8\)"),
         ({"v_pages": K[0]}, r"v_pages: \(2, 4, 8\)"),
-        ({"requests": ROWS._replace(tables=ROWS.tables[0])}, r"tables: \(3,\)"),
-        ({"requests": ROWS._replace(tables=ROWS.tables * 1.0)}, r"tables: float32"),
-        ({"requests": ROWS._replace(positions=ROWS.positions[:4])}, r"positions: \(4,\), want \(5,\)"),
-        ({"requests": ROWS._replace(row_starts=ROWS.row_starts[:2])}, r"row_starts: \(2,\), want \(3,\)"),
-        ({"requests": ROWS._replace(lengths=ROWS.lengths[:1])}, r"lengths: \(1,\), want \(2,\)"),
+        ({"requests": ROWS | {"tables": ROWS["tables"][0]}}, r"tables: \(3,\)"),
+        ({"requests": ROWS | {"tables": ROWS["tables"] * 1.0}}, r"tables: float32"),
+        ({"requests": ROWS | {"positions": ROWS["positions"][:4]}}, r"positions: \(4,\), want \(5,\)"),
+        ({"requests": ROWS | {"row_starts": ROWS["row_starts"][:2]}}, r"row_starts: \(2,\), want \(3,\)"),
+        ({"requests": ROWS | {"lengths": ROWS["lengths"][:1]}}, r"lengths: \(1,\), want \(2,\)"),
         ({"k_pages": K[:0], "v_pages": K[:0]}, r"k_pages: .* at least one block"),
         ({"v_pages": K[..., :0]}, r"v_pages: .* none but the first empty"),
     ],
 )
 def test_attention_refuses(change: dict[str, Any], message: str) -> None:
+    given = {"q": Q, "k_pages": K, "v_pages": K, "requests": ROWS, "scoring": Scoring(1.0)} | change
     with pytest.raises(LaunchError, match=message):
-        attention.blend_attention(
-            **{"q": Q, "k_pages": K, "v_pages": K, "requests": ROWS, "scoring": Scoring(1.0)} | change
-        )
-
-
-ONE = Requests(*(jnp.zeros(shape, jnp.int32) for shape in ((1, 3), 5, 2, 1)))
+        attention.blend_attention(**given | {"requests": Requests(**given["requests"])})
 
 
 @pytest.mark.parametrize(
     ("change", "message"),
     [
         ({"requests": ROWS}, r"rows: of 2 requests, want one"),
-        ({"requests": ONE._replace(positions=ONE.positions[:4])}, r"positions: \(4,\), want \(5,\)"),
-        ({"requests": ONE._replace(lengths=1.5)}, r"lengths: float"),
+        ({"requests": ONE | {"positions": ONE["positions"][:4]}}, r"positions: \(4,\), want \(5,\)"),
+        ({"requests": ONE | {"lengths": 1.5}}, r"lengths: float"),
         ({"lse": Q[:, :3, 0]}, r"lse: \(5, 3\) float32, want \(5, 4\)"),
         ({"v_pages": K[:2]}, r"v_pages: \(2, 2, 4, 8\)"),
     ],
 )
 def test_query_scores_refuses(change: dict[str, Any], message: str) -> None:
     arguments = {"q": Q, "k_pages": K, "v_pages": None, "requests": ONE, "scoring": Scoring(1.0)}
+    given = arguments | change
     with pytest.raises(LaunchError, match=message):
-        attention.query_scores(**arguments | change)
+        attention.query_scores(**given | {"requests": Requests(**given["requests"])})
 
 
 @pytest.mark.parametrize(

@@ -314,7 +314,8 @@ def attending(page: int | None, stages: int) -> Compiled:
         (launch,) = (launch for launch in case.launches(config) if launch.kernel.__name__ == "attend")
         return launch
 
-    return compile_for(attend(attend(None).config._replace(stages=stages)), "sm_90")
+    default = attend(None).config
+    return compile_for(attend(KernelConfig(default.tiles, default.warps, stages)), "sm_90")
 
 
 def test_attention_prefetches_whatever_the_pages(pool: CompilePool) -> None:

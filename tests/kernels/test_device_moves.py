@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from types import SimpleNamespace
@@ -191,7 +192,7 @@ def test_addresses_are_the_devices(monkeypatch: pytest.MonkeyPatch) -> None:
         assert kind == 3  # CU_POINTER_ATTRIBUTE_DEVICE_POINTER in cuda.h
         if address.value < 1 << 40:
             return 1  # CUDA_ERROR_INVALID_VALUE
-        found._obj.value = address.value + 4096
+        ctypes.cast(found, ctypes.POINTER(ctypes.c_uint64))[0] = address.value + 4096
         return 0
 
     monkeypatch.setattr(streams, "cuda_driver", lambda: SimpleNamespace(cuPointerGetAttribute=attribute))

@@ -43,6 +43,7 @@ def kernel(x: int) -> int:
 
 
 HERE = build_of(kernel, False)
+OTHER_SOURCE = Build("0", HERE.compiler, HERE.driver)
 
 
 def best(bucket: ProblemBucket, default: KernelConfig, space: tuple[KernelConfig, ...]) -> KernelConfig:
@@ -140,9 +141,9 @@ def test_only_the_present_source_counts(folders: dict[str, Path]) -> None:
     """However near the sizes of another source's are."""
     near, far = ProblemBucket("op", "bf16", (64,)), ProblemBucket("op", "bf16", (512,))
     old, new = tuned(SMALL), tuned(LARGE)
-    path = write(folders["user"], {near: old}, HERE._replace(source="0"))
+    path = write(folders["user"], {near: old}, OTHER_SOURCE)
     assert best(near, DEFAULT, SPACE) == DEFAULT
-    write_table(path, GPU, {TunedKey(near, HERE._replace(source="0")): old, TunedKey(far, HERE): new})
+    write_table(path, GPU, {TunedKey(near, OTHER_SOURCE): old, TunedKey(far, HERE): new})
     assert best(near, DEFAULT, SPACE) == LARGE
 
 
@@ -151,8 +152,8 @@ def test_other_compilers_and_drivers_stand_in() -> None:
     bucket, build = ProblemBucket("op", "bf16", (64,)), Build("5", "triton 3.6", "580")
     builds = [
         build,
-        build._replace(driver="570"),
-        build._replace(compiler="triton 3.9"),
+        Build("5", "triton 3.6", "570"),
+        Build("5", "triton 3.9", "580"),
         Build("5", "triton 3.5", "1"),
         Build("5", "triton 3.4", "2"),
     ]
@@ -341,7 +342,7 @@ def test_a_failed_write_leaves_the_old_table(folders: dict[str, Path]) -> None:
     path = write(folders["user"], {bucket: tuned(LARGE)})
     before = path.read_bytes()
     with pytest.raises(TypeError):
-        write_table(path, GPU, {TunedKey(bucket, HERE): tuned(SMALL)._replace(us=object())})  # type: ignore[arg-type]
+        write_table(path, GPU, {TunedKey(bucket, HERE): Tuned(SMALL, object(), 2.0)})  # type: ignore[arg-type]
     assert path.read_bytes() == before
     assert [file.name for file in path.parent.iterdir()] == [FILE]
 

@@ -73,8 +73,8 @@ def test_a_configuration_is_made_once() -> None:
         measure(REFUSED)
 
 
-STAGES = tuple(SPACE[0]._replace(stages=stages) for stages in (2, 3))
-WARPS = SPACE[0]._replace(warps=8)
+STAGES = tuple(KernelConfig(SPACE[0].tiles, stages=stages) for stages in (2, 3))
+WARPS = KernelConfig(SPACE[0].tiles, warps=8)
 REFUSED_BY_TRITON = tiled(1000)
 
 

@@ -273,8 +273,10 @@ def test_a_configuration_that_the_kernel_lost_is_measured_again(tmp_path: Path) 
 
 def test_other_buckets_stay(tmp_path: Path) -> None:
     """Those of another problem, and this one's of another source, Triton or driver."""
-    builds = HERE._replace(source="0"), HERE._replace(compiler="triton 1"), HERE._replace(driver="1")
-    keys = TunedKey(ProblemBucket("other", "x", (1,)), HERE), *(KEYS[0]._replace(build=b) for b in builds)
+    source, compiler, driver = HERE
+    builds = Build("0", compiler, driver), Build(source, "triton 1", driver), Build(source, compiler, "1")
+    bucket = ProblemBucket("other", "x", (1,))
+    keys = TunedKey(bucket, HERE), *(TunedKey(KEYS[0].bucket, build) for build in builds)
     other = dict.fromkeys(keys, Tuned(SMALL, 1.0, 1.0))
     write_table(tmp_path / FILE, GPU, other)
     assert states(tune(PROBLEMS[:1], tmp_path, tools())) == ["tuned"]
@@ -345,8 +347,8 @@ def test_without_time_nothing_begins(tmp_path: Path) -> None:
 def test_equal_binaries_are_measured_once() -> None:
     """Of equal tiles and warps: others are another grid, or other blocks."""
     slow, twin, wide, warps = (
-        *(SMALL._replace(stages=3), SMALL._replace(stages=4)),
-        *(MIDDLE, SMALL._replace(warps=8)),
+        *(KernelConfig(SMALL.tiles, stages=3), KernelConfig(SMALL.tiles, stages=4)),
+        *(MIDDLE, KernelConfig(SMALL.tiles, warps=8)),
     )
     problem = scale_problem(space=(DEFAULT, slow, twin, wide, warps))
     look = {DEFAULT: CompileInfo(), **dict.fromkeys((slow, twin, wide, warps), CompileInfo(binary="a"))}

@@ -71,7 +71,7 @@ def test_a_line_has_everything() -> None:
         "moved_bytes": 32768,
         "flops": 256,
         "compiled": {"registers": 24, "blocks_per_sm": 8},
-        **build_of(PROBLEM.kernel, False)._asdict(),
+        **dict(zip(("source", "compiler", "driver"), build_of(PROBLEM.kernel, False), strict=True)),
     }
     assert {name: line[name] for name in expected} == expected
     assert line["versions"]["torch"]

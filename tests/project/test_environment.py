@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import json
 import platform
 import re
@@ -59,7 +60,8 @@ def test_a_thread_is_outside_captures_only_within(monkeypatch: pytest.MonkeyPatc
 
     def exchange(given: Any) -> int:
         nonlocal mode
-        mode, given._obj.value = given._obj.value, mode
+        at = ctypes.cast(given, ctypes.POINTER(ctypes.c_int))
+        mode, at[0] = at[0], mode
         return 0
 
     driver = SimpleNamespace(cuThreadExchangeStreamCaptureMode=exchange)

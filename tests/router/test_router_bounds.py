@@ -245,7 +245,7 @@ def follow_for_long(folder: Path, batches: int) -> None:
     async def follow() -> None:
         with Source(folder, endless):
             async with Following(folder) as router, asyncio.timeout(START_S):
-                while router.follower._next < batches:
+                while router.known < batches:
                     await asyncio.sleep(0.01)
 
     asyncio.run(follow())

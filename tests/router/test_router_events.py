@@ -200,7 +200,7 @@ async def subscribed(router: Following, publisher: Publisher) -> None:
     It may be current before that is there: by a replay.
     """
     async with asyncio.timeout(START_S):
-        while not (router.follower.current and router.follower._next == publisher.count):
+        while not (router.follower.current and router.known == publisher.count):
             publisher.tell(COMPLETE, stored(0, 5))
             await publisher.sent()
             with suppress(TimeoutError):
@@ -349,7 +349,7 @@ def test_numbers_that_go_on_after_a_new_start_are_not_believed(replay: bool, tmp
             publisher.close()
             with closing(Publisher(tmp_path)) as again:
                 async with asyncio.timeout(START_S):
-                    while router.follower._next == known:  # until the subscription is there
+                    while router.known == known:  # until the subscription is there
                         again._seq_gen = itertools.count(known)
                         again.tell(stored(4, 5))
                         await again.sent()

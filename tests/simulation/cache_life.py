@@ -210,19 +210,9 @@ class CacheLife:
         self.looks += 1
         if self.looks % 4:
             return
-        staging: Any = self.staging
-        if staging._changed.is_free():
-            references, free = staging._references, staging._free
-            lost = len(free) != references.count(0) or min(references) < 0 or len(free) != len(set(free))
-            self.check(not lost, "slots: {} references, {} are free", references, list(free))
-        memory: Any = self.memory
-        if memory is not None and not memory._lock.locked():
-            held, known = len(memory._leases), len(memory._state.entries)
-            self.check(held <= memory.slots, "memory holds {} of {} slots", held, memory.slots)
-            self.check(held == known, "memory holds {} slots and knows of {}", held, known)
-        prefetched: Any = self.cache._all_writes.tiers.prefetched
-        kept = len(prefetched._leases)
-        self.check(kept <= prefetched.slots, "prefetches keep {} of {} slots", kept, prefetched.slots)
+        for part in (self.staging, self.memory, self.cache.tier_set.prefetched):
+            if part is not None:
+                self.scheduler.check_unlocked(part.check_integrity)
 
     def live(self) -> None:
         """The whole of it, as the first thread."""
@@ -265,29 +255,29 @@ class CacheLife:
 
     def settled(self) -> None:
         """Nothing is under way any more, and whoever was told knows what is held."""
-        writes: Any = self.cache._all_writes
-        tiers: Any = writes.tiers
+        writes, tiers = self.cache.writes, self.cache.tier_set
         self.check(not writes.outstanding.count, "{} puts never end", writes.outstanding.count)
         self.check(not tiers.pending_stores.stores_of, "pending for ever: {}", tiers.pending_stores.stores_of)
         for tier, queue in writes.queues.items():
-            left = queue._in_flight, len(queue._waiting)
+            left = queue._in_flight, len(queue.cancel())
             self.check(left == (0, 0), "puts into {}: {} under way, {} wait", tier, *left)
         reads = {tier: len(gets) for tier, gets in tiers.reads_began.items() if gets}
         self.check(not reads, "reads never end: {}", reads)
-        for name, lease in {} if self.memory is None else dict(self.memory._leases).items():
-            self.expect(name, lease.buffer)
-        kept = len(tiers.prefetched._leases)
-        held = 0 if self.memory is None else sum(1 for _ in self.memory.scan())
-        want = self.staging.slots - held - kept
+        memory: Any = self.memory
+        held = [] if memory is None else [name for name, _ in memory.scan()]
+        for name in held:
+            with memory.borrow(name) as lease:
+                self.expect(name, lease.buffer)
+        tiers.prefetched.release(tiers.prefetched.slots)
+        want = self.staging.slots - len(held)
         self.check(self.staging.free == want, "{} slots are free, {} should be", self.staging.free, want)
         for name, tier in self.cache.tiers.items():
-            shunned = tiers.quarantine._until  # what could not be deleted is said to be gone
-            there = {record for record, _ in tier.scan() if (name, record) not in shunned}
+            served = partial(tiers.quarantine.before, name, now=-math.inf)  # not what could not be deleted
+            there = {record for record, _ in tier.scan() if served([record])}
             told = {record for (of, record), held in self.told.items() if held and of == name}
             self.check(there <= told, "{} holds {}, which nobody was told", name, sorted(there - told))
-            index: Any = tier
             if name in self.stores:
-                lost = there - set(index._index.names())
+                lost = {record for record in there if not tier.pin([record], 0.0)}
                 self.check(not lost, "{} holds {}, and counts it no more", name, sorted(lost))
             else:
                 self.check(told <= there, "{} is said to hold {}", name, sorted(told - there))

@@ -253,16 +253,16 @@ class HandoffLife:
             if node.process.dead or node.closing:
                 continue
             receiver, arena = node.receiver, node.arena
-            every = receiver._buffer.transfers, receiver._filling, receiver._records, receiver._unanswered
-            left = [list(some) for some in every]
-            self.check(not any(left), "D is not done with {}", left)
+            left = *receiver.transfers(), *dict(receiver.records())
+            self.check(not left, "D is not done with {}", left)
+            receiver.check_integrity()  # nor has it slots for what it does not list
             self.check(arena.free == arena.slots, "D has {} of {} slots", arena.free, arena.slots)
         for side in self.sides:
             if side.process.dead:
                 continue
             name, staging = side.process.name, side.staging
-            open_ = side.sender._open_transfers, side.sender._lenders
-            self.check(not any(open_), "{} is not done with {}", name, list(side.sender._open_transfers))
+            left = *side.sender.transfers(), *side.sender._lenders
+            self.check(not left, "{} is not done with {}", name, left)
             self.check(staging.free == staging.slots, "{} has {} slots", name, staging.free)
             for handle in side.handles:
                 self.check(handle.done.done(), "{} of {} never ends", handle.id, name)

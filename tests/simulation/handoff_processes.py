@@ -8,11 +8,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
-
 from kvkit.handoff.endpoint import Endpoint
 from kvkit.handoff.peer import PeerTier
-from kvkit.handoff.protocol import messages, states
+from kvkit.handoff.protocol import messages
 from kvkit.handoff.protocol.states import Limits, Phase, RequestRef
 from kvkit.handoff.receiver import Receiver
 from kvkit.handoff.sender import HandoffError, Sender, Sending
@@ -54,6 +52,9 @@ class WatchedStaging(Staging):
             self.given[lease.slot] += 1
             lease.array[:400] = POISON
         return leases
+
+    def is_leased(self, slot: int) -> bool:
+        return self._references[slot] > 0
 
 
 @dataclass
@@ -157,19 +158,17 @@ class Node:
 
     def look(self) -> None:
         """What holds whenever nobody has the locks."""
-        receiver, arena = self.receiver, self.arena
-        changed: Any = receiver._changed
-        lock: Any = arena._changed
-        if self.process.dead or self.closing or not (changed.is_free() and lock.is_free()):
-            return
-        references, free = arena._references, arena._free
-        lost = len(free) != references.count(0) or min(references) < 0 or len(free) != len(set(free))
-        self.check(not lost, "slots of D: {} references, {} are free", references, list(free))
-        states.check_integrity(receiver._buffer)
-        held = receiver._buffer.held.keys()
-        self.check(receiver._records.keys() == held, "D shows {}, and holds {}", receiver._records, held)
-        for name, lease in receiver._records.items():
-            self.check_record(name, lease)
+        if not (self.process.dead or self.closing):
+            self.scheduler.check_unlocked(self.receiver.check_integrity)
+            self.scheduler.check_unlocked(self.check_records)
+
+    def check_records(self) -> None:
+        for name, _ in self.receiver.records():
+            lease = self.receiver.borrow(name)
+            self.check(lease is not None, "D has no record {}, and lists it", name)
+            if lease is not None:
+                with lease:
+                    self.check_record(name, lease)
 
     def check_record(self, name: str, lease: Lease) -> None:
         """A slot holds what belongs to a name, unless a sender that was cut off wrote there."""
@@ -259,11 +258,8 @@ class Side:
         self.handles: list[Sending] = []
 
     def look(self) -> None:
-        lock: Any = self.staging._changed
-        if not self.process.dead and lock.is_free():
-            references, free = self.staging._references, self.staging._free
-            lost = len(free) != references.count(0) or min(references) < 0 or len(free) != len(set(free))
-            self.check(not lost, "slots of P: {} references, {} are free", references, list(free))
+        if not self.process.dead:
+            self.scheduler.check_unlocked(self.staging.check_integrity)
 
     # sending
 
@@ -374,9 +370,7 @@ class Side:
         data = content(name)
         half = len(data) // 2
         for start, stop in ((0, half), (half, len(data))):
-            if isinstance(lease._arena, WatchedPeerArena):
-                lease._arena.check_write(lease.slot)
-            lease.array[start:stop] = np.frombuffer(data[start:stop], np.uint8)
+            lease.buffer[start:stop] = data[start:stop]
             self.life.dawdle()
         lease.used = len(data)
 
@@ -460,11 +454,14 @@ class WatchedPeerArena(PeerArena):
         self.from_socket = self.life.network.descriptors[descriptor]
         super().__init__(descriptor, slot_bytes, slots)
 
+    def view(self, slot: int) -> memoryview:
+        self.check_write(slot)
+        return super().view(slot)
+
     def write(self, slot: int, payload: memoryview) -> None:
         half = len(payload) // 2
         for start, stop in ((0, half), (half, len(payload))):
-            self.check_write(slot)
-            self.arrays[slot][start:stop] = np.frombuffer(payload[start:stop], np.uint8)
+            self.view(slot)[start:stop] = payload[start:stop]
             self.life.dawdle()
 
     def check_write(self, slot: int) -> None:
@@ -476,5 +473,5 @@ class WatchedPeerArena(PeerArena):
         if end.cut:
             node.spoilt.add((slot, node.arena.given[slot]))
             return
-        taken = node.arena._references[slot]
+        taken = node.arena.is_leased(slot)
         self.life.check(taken, "a write into slot {} of D, which was given back", slot)

@@ -2,37 +2,39 @@
 
 from __future__ import annotations
 
+import inspect
 import linecache
 import re
-import sys
 import threading
 import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from simulation.scheduler import Scheduler, Task
+from simulation.scheduler import Busy, Scheduler, Task
 
 _MADE = re.compile(r"(\w+)\s*(?::[^=]*)?=[^=]")
 
 
 class SimulatedLock:
-    """`threading.Lock`; whoever comes first after a release has it, as there."""
+    """`threading.Lock`; whoever comes first after a release has it, as there. `owner`: who has it."""
 
     def __init__(self, scheduler: Scheduler) -> None:
         self._scheduler = scheduler
-        self._owner: Task | None = None
+        self.owner: Task | None = None
         self._waiters: list[Task] = []
         self._name = name_of_what_is_made(scheduler)
 
     def __str__(self) -> str:
-        return self._name if self._owner is None else f"{self._name}, which {self._owner.name} has"
+        return self._name if self.owner is None else f"{self._name}, which {self.owner.name} has"
 
     def acquire(self, blocking: bool = True, timeout: float = -1) -> bool:
         scheduler = self._scheduler
         scheduler.pause()
         until = None if timeout < 0 else scheduler.now + timeout
-        while self._owner is not None:
+        while self.owner is not None:
+            if scheduler.observing:
+                raise Busy
             if not blocking:
                 return False
             self._waiters.append(scheduler.current)
@@ -41,19 +43,19 @@ class SimulatedLock:
             if not woken:
                 self._waiters.remove(scheduler.current)
                 return False
-        self._owner = scheduler.current
+        self.owner = scheduler.current
         return True
 
     def release(self) -> None:
-        if self._owner is None:
+        if self.owner is None:
             raise RuntimeError("release unlocked lock")
-        self._owner = None
+        self.owner = None
         if self._waiters:
             self.wake_waiters()
         self._scheduler.pause()
 
     def locked(self) -> bool:
-        return self._owner is not None
+        return self.owner is not None
 
     def wake_waiters(self) -> None:
         waiters, self._waiters = self._waiters, []
@@ -75,27 +77,27 @@ class SimulatedRLock(SimulatedLock):
         self._count = 0
 
     def acquire(self, blocking: bool = True, timeout: float = -1) -> bool:
-        if self._owner is not self._scheduler.current:
+        if self.owner is not self._scheduler.current:
             self._scheduler.pause()
-            if self._owner is not None and not super().acquire(blocking, timeout):
+            if self.owner is not None and not super().acquire(blocking, timeout):
                 return False
-            self._owner = self._scheduler.current
+            self.owner = self._scheduler.current
         self._count += 1
         return True
 
     def release(self) -> None:
-        if self._owner is not self._scheduler.current:
+        if self.owner is not self._scheduler.current:
             raise RuntimeError("cannot release un-acquired lock")
         self._count -= 1
         if not self._count:
-            self._owner = None
+            self.owner = None
             if self._waiters:
                 self.wake_waiters()
             self._scheduler.pause()
 
     def abort(self) -> int:
         """Release it wholly, without a pause; how often it was held."""
-        count, self._count, self._owner = self._count, 0, None
+        count, self._count, self.owner = self._count, 0, None
         self.wake_waiters()
         return count
 
@@ -128,14 +130,10 @@ class SimulatedCondition:
     def release(self) -> None:
         self._lock.release()
 
-    def is_free(self) -> bool:
-        """Whether nobody has the lock: what it protects is consistent."""
-        return not self._lock.locked()
-
     def wait(self, timeout: float | None = None) -> bool:
         scheduler = self._scheduler
         me = scheduler.current
-        if self._lock._owner is not me:
+        if self._lock.owner is not me:
             raise RuntimeError("cannot wait on un-acquired lock")
         self._waiters.append(me)
         count = self._lock.abort()
@@ -164,7 +162,7 @@ class SimulatedCondition:
         return result
 
     def notify(self, n: int = 1) -> None:
-        if self._lock._owner is not self._scheduler.current:
+        if self._lock.owner is not self._scheduler.current:
             raise RuntimeError("cannot notify on un-acquired lock")
         while self._waiters and n > 0:
             self._scheduler.wake(self._waiters.popleft())
@@ -345,9 +343,10 @@ def name_of_what_is_made(scheduler: Scheduler) -> str:
     """What the line of the product that makes something calls it, where a trace is kept."""
     if scheduler.trace is None:
         return "a lock"
-    frame = sys._getframe(2)
-    while frame.f_back is not None and frame.f_code.co_filename == __file__:
+    frame = inspect.currentframe()
+    while frame is not None and frame.f_code.co_filename == __file__:
         frame = frame.f_back
+    assert frame is not None
     line = linecache.getline(frame.f_code.co_filename, frame.f_lineno)
     made = _MADE.search(line)
     owner = frame.f_locals.get("self")

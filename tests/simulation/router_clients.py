@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from aiohttp import web
 
-from kvkit.router.openai import Kind
+from kvkit.router.openai import PATHS, Kind
 from simulation.router_engines import tokens_after, tokens_of
 from simulation.router_network import SLACK_S
 
@@ -105,7 +105,7 @@ class SimulatedRequest:
         life: Any = self.life
         self.began = True
         try:
-            response: Any = await life.router._serve(self.kind, self)
+            response: Any = await life.handlers[PATHS[self.kind]](self)
         finally:
             for engine in life.engines:
                 left = [x.path for x in engine.open if x.id == self.id]
@@ -117,7 +117,7 @@ class SimulatedRequest:
 
     def look_for_engines(self) -> None:
         """An error says that no D was left: each had failed, or was down."""
-        for engine in self.life.router._engines:
+        for engine in self.life.routed:
             asked = self.life.by_address[engine.name].asked.get(self.id, 0)
             spared = engine.role == "decode" and engine.up and not asked
             self.life.loop.check(not spared, "{} fails, and {} was not asked", self.id, engine.name)

@@ -1,20 +1,23 @@
 """Lives of a router: clients that come and go, engines that fail in every way, and what must hold.
 
-All of the router runs but its HTTP server: requests come to `Router._serve`, and what stands for aiohttp's
-session and ZeroMQ's sockets leads to simulated engines. It has one thread; who goes on in it is drawn among
-tasks (`simulation.router_loop`).
+All of the router runs but its HTTP server: requests come to its application's handlers, and what stands for
+aiohttp's session and ZeroMQ's sockets leads to simulated engines. It has one thread; who goes on in it is
+drawn among tasks (`simulation.router_loop`).
 """
 
 from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import aiohttp
+from prometheus_client.parser import text_string_to_metric_families
 
 from kvkit.router.app import Router
-from kvkit.router.engines import MAX_PROBE_TIMEOUTS
+from kvkit.router.engines import MAX_PROBE_TIMEOUTS, Engine, open_engines
+from kvkit.router.events import EventSubscriber
 from kvkit.router.index import RemovedBlocks
 from kvkit.router.settings import RouterConfig
 from simulation.router_clients import PROMPTS, draw_request, instead_of_web
@@ -53,6 +56,9 @@ class RouterLife:
         quiet: nothing goes wrong any more.
         sure: requests that begin now are answered.
         closing: the router ends.
+        handlers: those of the router's application, by path.
+        routed: the engines, as the router knows them.
+        followers: of the engines' KV events, by the engine's name.
     """
 
     def __init__(self, world: World) -> None:
@@ -88,8 +94,13 @@ class RouterLife:
             spread=r.choice((0, 4)),
             **LIMITS,
         )
-        self.router: Any = Router(self.config)
+        self.app = Router(self.config).app()
+        self.handlers = {route.resource.canonical: route.handler for route in self.app.router.routes()}
+        self.routed: list[Engine] = []
+        self.followers: dict[str, EventSubscriber] = {}
         world.instead |= {
+            ("kvkit.router.app", "open_engines"): self._open_engines,
+            ("kvkit.router.app", "EventSubscriber"): self._follow,
             ("kvkit.router.app", "aiohttp"): instead_of_aiohttp(self),
             ("kvkit.router.events", "zmq"): instead_of_zmq(self),
             ("kvkit.router.clients", "web"): instead_of_web(),
@@ -100,6 +111,15 @@ class RouterLife:
         if self.events == "replay":
             told["replay"] = f"tcp://replay-{name}:2"
         return {"url": f"http://{name}", **told, **({"handoff": name} if handoff else {})}
+
+    def _open_engines(self, *arguments: Any) -> list[Engine]:
+        opened = open_engines(*arguments)
+        self.routed += opened
+        return opened
+
+    def _follow(self, engine: Engine, config: RouterConfig) -> EventSubscriber:
+        self.followers[engine.name] = follower = EventSubscriber(engine, config)
+        return follower
 
     # what goes wrong
 
@@ -177,7 +197,9 @@ class RouterLife:
             self.loop.close()
 
     async def live(self) -> None:
-        loop, opened = self.loop, self.router._run_engines(None)
+        loop = self.loop
+        (run_engines,) = self.app.cleanup_ctx
+        opened = aiter(run_engines(self.app))
         self.scheduler.say("the router begins")
         troubles = [loop.create_task(e.trouble(), name=e.name) for e in self.engines if self.troubles]
         await anext(opened)
@@ -186,7 +208,7 @@ class RouterLife:
             await asyncio.sleep(self.closes_at)
             self.close()
         await asyncio.gather(*clients)
-        self._count_answers()
+        await self._count_answers()
         self.quiet, loop.haste = True, 0.0
         for trouble in troubles:
             trouble.cancel()
@@ -207,9 +229,12 @@ class RouterLife:
         for request in self.requests:
             request.leave()
 
-    def _count_answers(self) -> None:
-        (told,) = self.router._metrics.answers.collect()
-        counted = sum(sample.value for sample in told.samples if sample.name.endswith("_total"))
+    async def _count_answers(self) -> None:
+        asked: Any = SimpleNamespace(headers={})
+        told: Any = await self.handlers["/metrics"](asked)
+        families = text_string_to_metric_families(told.body.decode())
+        (answers,) = (family for family in families if family.name == "kvkit_router_answers")
+        counted = sum(sample.value for sample in answers.samples if sample.name.endswith("_total"))
         began = sum(request.began for request in self.requests)
         self.loop.check(counted == began, "{} answers are counted of {}", counted, began)
 
@@ -232,7 +257,7 @@ class RouterLife:
     def _idle(self) -> None:
         """Nothing is under way any more, and every engine is used."""
         check = self.loop.check
-        for engine in self.router._engines:
+        for engine in self.routed:
             check(engine.up, "{} is well, and not up", engine.name)
             check(not engine.requests, "{} has {} requests", engine.name, engine.requests)
             check(not engine._deadlines, "{} has deadlines left", engine.name)
@@ -242,11 +267,9 @@ class RouterLife:
 
     def _index(self) -> None:
         """What is known of an engine is what it told."""
-        check, lookup = self.loop.check, self.router._dispatcher._lookup
-        if lookup is None:
-            return
+        check = self.loop.check
         exact = self.calm or (self.events == "replay" and self.keeps > 1000)
-        for name, follower in lookup._subscribers.items():
+        for name, follower in self.followers.items():
             check(follower.current, "KV events of {} are not followed", name)
             for prompt in PROMPTS:
                 ids = list(prompt.encode())

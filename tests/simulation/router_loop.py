@@ -99,7 +99,7 @@ class SimulatedLoop(asyncio.BaseEventLoop):
                     task.cancel()
                 for _ in range(len(self._ready)):
                     handle = self._ready.popleft()
-                    if not handle._cancelled:
+                    if not handle.cancelled():
                         handle._run()
         finally:
             asyncio._set_running_loop(None)
@@ -119,7 +119,7 @@ class SimulatedLoop(asyncio.BaseEventLoop):
             self.record(Violation(f"nobody can go on: {names}"))
             raise Over
         handle = self._choose()
-        if not handle._cancelled:
+        if not handle.cancelled():
             handle._run()
 
     def _choose(self) -> asyncio.Handle:
@@ -141,7 +141,7 @@ class SimulatedLoop(asyncio.BaseEventLoop):
         while waiting and (not due or waiting[0].when() <= self.scheduler.now):
             handle = heapq.heappop(waiting)
             handle._scheduled = False
-            if handle._cancelled:
+            if handle.cancelled():
                 self._timer_cancelled_count -= 1
                 continue
             self.scheduler.now = max(self.scheduler.now, handle.when())

@@ -11,9 +11,11 @@ al., A Randomized Scheduler with Probabilistic Guarantees of Finding Bugs, ASPLO
 
 from __future__ import annotations
 
+import inspect
 import math
 import sys
 import threading
+import traceback
 from _thread import allocate_lock, get_ident, start_new_thread
 from collections.abc import Callable
 from heapq import heappop, heappush
@@ -39,6 +41,10 @@ class Over(BaseException):
 
 class Violation(AssertionError):
     """Something does not hold that should."""
+
+
+class Busy(BaseException):
+    """An observer needs a lock that a thread has: what it protects may be inconsistent."""
 
 
 class Carrier:
@@ -122,7 +128,8 @@ class Scheduler:
         current: whose turn it is.
         trace: (time, thread, what it did), where one is kept.
         failure: why the simulation ended early, and of which thread.
-        observe: called at each change of turns, by whoever had it; it must not wait.
+        observe: called at each change of turns, as if by a further thread; it must not wait.
+        observing: whether it is being called: nobody else has a turn, and a lock that is taken is `Busy`.
     """
 
     def __init__(
@@ -133,6 +140,7 @@ class Scheduler:
         self.trace: list[tuple[float, str, str]] | None = [] if traced else None
         self.failure: tuple[str, BaseException] | None = None
         self.observe: Callable[[], None] | None = None
+        self.observing = False
         self.tasks: list[Task] = []
         self.steps = 0
         self._carriers = carriers
@@ -250,6 +258,16 @@ class Scheduler:
         if not holds:
             self.fail(Violation(why.format(*values)))
 
+    def check_unlocked(self, check: Callable[[], object]) -> None:
+        """End the simulation if an observer's `check` finds a fault; skip it where it finds a lock taken."""
+        try:
+            check()
+        except Busy:
+            pass
+        except AssertionError as error:
+            line = traceback.extract_tb(error.__traceback__)[-1].line
+            self.fail(Violation(str(error) or line))
+
     def positions(self) -> str:
         """Where every thread is, and what it waits for."""
         frames = sys._current_frames()
@@ -366,7 +384,7 @@ class Scheduler:
         if following is me and not self._over:
             return
         if self.observe is not None and not self._over:
-            self.observe()
+            self._observe(self.observe)
         if self.trace is not None and me.waits_for is None and not self._over:
             self.say(f"is interrupted{self._where()}")
         if following is not me:
@@ -376,6 +394,17 @@ class Scheduler:
             me.carrier.turn.acquire()
         if self._over:
             raise Over
+
+    def _observe(self, observe: Callable[[], None]) -> None:
+        """Have it called: a thread of its own, so that a lock of the current one is not its own."""
+        me, steps, following = self.current, self.steps, self._next
+        self.current, self.observing, self._next = Task(self, me.name, me.run, 0.0), True, sys.maxsize
+        try:
+            observe()
+        finally:
+            self.current, self.observing = me, False
+            if not self._over:
+                self.steps, self._next = steps, following
 
     def _resume(self, task: Task) -> None:
         if task.carrier is None:
@@ -400,7 +429,7 @@ class Scheduler:
         return self._line
 
     def _where(self) -> str:
-        found = places(sys._getframe(2), 2)
+        found = places(inspect.currentframe(), 2)
         return f", in {' < '.join(found)}" if found else ""
 
 

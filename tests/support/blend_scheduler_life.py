@@ -151,7 +151,8 @@ class Life:
         self.scheduled: list[tuple[Any, list[Part]]] = []
         self.report = WorkerReport()
         self.now = 0.0
-        self.vllm.connector._scheduler_side.engine.now = lambda: self.now
+        self.kvkit = self.vllm.connector._scheduler_side
+        self.kvkit.engine.now = lambda: self.now
         self.received: set[str] = set()
         self.lost: set[int] = set()
         self.failed: set[str] = set()
@@ -194,7 +195,7 @@ class Life:
             return
         chosen = self.random.choice(choices)
         if isinstance(chosen, LoadTask):
-            self._finish_load(chosen, fails)
+            self.end_load(chosen, fails)
         elif chosen.arrival is None:
             self._arrive(chosen, fails)
         else:
@@ -348,7 +349,7 @@ class Life:
             count += CHUNK
         return count
 
-    def _finish_load(self, task: LoadTask, fails: bool) -> None:
+    def end_load(self, task: LoadTask, fails: bool) -> None:
         self.loading.remove(task)
         base = task.start // CHUNK * CHUNK
         stop = self.random.randrange(task.start, task.stop, BLOCK) if fails else task.stop

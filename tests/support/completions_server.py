@@ -42,6 +42,8 @@ class Completions:
         prompts: of the requests, as they came.
         bodies: of the requests.
         most: requests that were there at a time.
+        pair: where two requests wait for each other.
+        closing: set when the server ends.
     """
 
     def __init__(self) -> None:
@@ -53,8 +55,8 @@ class Completions:
         self._words: list[str] = []
         self._present = 0
         self._lock = threading.Lock()
-        self._pair = threading.Barrier(2)
-        self._closing = threading.Event()
+        self.pair = threading.Barrier(2)
+        self.closing = threading.Event()
         self._server = ThreadingHTTPServer(("127.0.0.1", 0), self._handler())
         self._thread = threading.Thread(target=self._server.serve_forever, daemon=True)
 
@@ -66,19 +68,19 @@ class Completions:
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._closing.set()
+        self.closing.set()
         self._server.shutdown()
         self._server.server_close()
         self._thread.join(DEADLINE_S)
 
-    def _tokens(self, text: str) -> list[int]:
+    def tokens(self, text: str) -> list[int]:
         """A number for each word of a text, with the white space in front of it."""
         found = re.findall(r"\s*\S+|\s+$", text)
         with self._lock:
             self._words += [word for word in dict.fromkeys(found) if word not in self._words]
             return [self._words.index(word) for word in found]
 
-    def _begin(self, body: dict[str, Any]) -> int:
+    def begin(self, body: dict[str, Any]) -> int:
         """Note a request; the words of its prompt that an earlier one began with."""
         if isinstance(body["prompt"], list):
             body["prompt"] = "".join(self._words[token] for token in body["prompt"])
@@ -95,7 +97,7 @@ class Completions:
             self.most = max(self.most, self._present)
             return hit
 
-    def _end(self) -> None:
+    def end(self) -> None:
         with self._lock:
             self._present -= 1
 
@@ -134,11 +136,11 @@ class Completions:
                 way = self.path.split("/")[1]
                 body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
                 if self.path.endswith("/tokenize"):
-                    self._send(200, json.dumps({"tokens": served._tokens(body["prompt"])}))
+                    self._send(200, json.dumps({"tokens": served.tokens(body["prompt"])}))
                     return
-                hit = served._begin(body)
+                hit = served.begin(body)
                 with ExitStack() as present:
-                    present.callback(served._end)
+                    present.callback(served.end)
                     try:
                         self._answer(way, body, hit, present.close)
                     except (BrokenPipeError, ConnectionResetError):
@@ -149,17 +151,17 @@ class Completions:
                     self._send(400, '{"error": "too long"}')
                     return
                 if way == "hanging":
-                    served._closing.wait(DEADLINE_S)
+                    served.closing.wait(DEADLINE_S)
                     self.close_connection = True
                     return
                 self.send_response(200)
                 self.send_header("Content-Type", "text/event-stream")
                 self.send_header("Transfer-Encoding", "chunked")
                 self.end_headers()
-                while way == "trickling" and not served._closing.wait(0.01):
+                while way == "trickling" and not served.closing.wait(0.01):
                     self._chunk(b" ")
                 if way == "pairs":
-                    served._pair.wait(DEADLINE_S)
+                    served.pair.wait(DEADLINE_S)
                 if way == "garbled":
                     self._chunk(b"data: {\n\n")
                 if way == "failing" or (way == "failing-later" and len(served.prompts) > 2):

@@ -53,10 +53,15 @@ class Following:
         await asyncio.gather(self._task, return_exceptions=True)
         await self._session.close()
 
+    @property
+    def known(self) -> int:
+        """How many batches it knows of: the number of the next."""
+        return self.follower._next
+
     async def until_current(self, batches: int | None = None) -> None:
         """Return when it is up to date, and knows of so many batches."""
         async with asyncio.timeout(START_S):
-            while not (self.follower.current and batches in (None, self.follower._next)):
+            while not (self.follower.current and batches in (None, self.known)):
                 await asyncio.sleep(0.002)
 
     async def held_tokens(self, tokens: list[int], wait_s: float = 0.0) -> int | None:

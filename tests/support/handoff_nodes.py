@@ -106,6 +106,7 @@ class Speaker:
 
     def __init__(self, address: str, *, timeout_s: float = LONG_S) -> None:
         self.channel: Channel = addresses.connect(address, timeout_s=timeout_s)
+        self.socket: socket.socket = self.channel._stream.socket  # for what is no frame
 
     def hello(self, identity: Identity = IDENTITY, **changes: Any) -> AnyMessage:
         """Shake hands; the last thing that the other side said."""

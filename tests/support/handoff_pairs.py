@@ -68,8 +68,7 @@ def ended(node: Node, transfer: str) -> str:
         status = receiver.status(transfer)
         return "" if status is None else status.reason
 
-    with receiver._changed:
-        assert receiver._changed.wait_for(reason, LONG_S), f"{transfer} goes on: {receiver.status(transfer)}"
+    wait_for(lambda: bool(reason()))
     return reason()
 
 

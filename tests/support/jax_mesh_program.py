@@ -144,7 +144,7 @@ def test_rope_scatter() -> None:
 
     def summed(*arrays: Any) -> Any:  # a token's deviation is over all heads
         made = scatter(True, *arrays)
-        return made._replace(deviation=jax.lax.psum(made.deviation, "heads"))
+        return attention.Scattered(*made[:3], jax.lax.psum(made.deviation, "heads"))
 
     mapped = shard_map(summed, into, attention.Scattered(HEADS, HEADS, HEADS, P()))
     found, wanted = mapped(*arrays), scatter(True, *arrays)

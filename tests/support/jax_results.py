@@ -73,7 +73,7 @@ def attentions() -> Iterator[tuple[str, jax.Array]]:
     for rope in ROPES:
         turns = RowRotations(rope, jnp.asarray(rope.table(np.arange(13) * 31 + 1)))
         made = attention.rope_scatter(q, rows, rows[..., :5], turns, slots, k, v, deviation=True)
-        for name, x in made._asdict().items():
+        for name, x in zip(("q", "k_pages", "v_pages", "deviation"), made, strict=True):
             yield f"scatter {name} {rope.interleaved}", x
     yield "token_deviation", attention.token_deviation(rows, rows * 1.5 + 1)
 

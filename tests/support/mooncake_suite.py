@@ -150,14 +150,14 @@ class Kept:
     """A client that is set up once: closing one takes Mooncake a second."""
 
     def __init__(self) -> None:
-        self._client = MooncakeDistributedStore()
+        self.client = MooncakeDistributedStore()
         self._set_up = False
 
     def __getattr__(self, name: str) -> Any:
-        return getattr(self._client, name)
+        return getattr(self.client, name)
 
     def setup(self, settings: dict[str, str]) -> int:
-        code = 0 if self._set_up else int(self._client.setup(settings))
+        code = 0 if self._set_up else int(self.client.setup(settings))
         self._set_up = True
         return code
 
@@ -177,7 +177,7 @@ class Kept:
 def kept() -> Iterator[Kept]:
     kept = Kept()
     yield kept
-    kept._client.close()
+    kept.client.close()
 
 
 class TestPool(TierContract):

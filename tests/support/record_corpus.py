@@ -10,6 +10,7 @@ from __future__ import annotations
 import struct
 from dataclasses import dataclass
 
+import numcodecs
 import numpy as np
 import numpy.typing as npt
 from repository import TESTS
@@ -19,7 +20,7 @@ from kvkit.format import codecs
 from kvkit.format import record as records
 from kvkit.format.keys import chunk_keys
 from kvkit.format.layout import KVLayout, LayerGroup, Namespace
-from kvkit.format.record import CODECS, HEADER, RecordFormat
+from kvkit.format.record import CODEC_LEVEL, CODECS, HEADER, RecordFormat
 
 CORPUS = TESTS / "corpus" / "records"
 HEADER_SUM, TRAILER_SUM = 176, 184
@@ -116,7 +117,7 @@ def resealed(data: bytes | bytearray) -> bytes:
 
 def zstd_of_zeros(size: int) -> bytes:
     """A Zstandard frame, 1/32768 as long, that is `size` zeros."""
-    return bytes(codecs._compressor("zstd").encode(np.zeros(size, np.uint8)))
+    return bytes(numcodecs.Zstd(CODEC_LEVEL).encode(np.zeros(size, np.uint8)))
 
 
 def zstd_without_size(blocks: int) -> bytes:
@@ -131,7 +132,7 @@ def corpus() -> dict[str, bytes]:
     found = {f"{kind}.{codec}": packed(kind, codec) for kind in FORMS for codec in CODECS}
     plain, zstd = packed("gqa", "none"), packed("gqa", "zstd")
     size = FORMS["gqa"].layer_bytes
-    short = bytes(codecs._compressor("zstd").encode(np.arange(size // 2, dtype=np.uint8)))
+    short = bytes(numcodecs.Zstd(CODEC_LEVEL).encode(np.arange(size // 2, dtype=np.uint8)))
     one = packed("gqa", "bitshuffle-zstd")
     (place, *_) = records.read_index(one, 2)
     blosc = bytearray(one[place[0] : sum(place)])

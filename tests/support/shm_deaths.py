@@ -14,6 +14,7 @@ import time
 import traceback
 import zlib
 from collections.abc import Callable
+from contextlib import closing
 from functools import partial
 from itertools import count
 from types import FrameType
@@ -24,6 +25,7 @@ import numpy as np
 from kvkit.lab.testbed.pool_integrity import check_room
 from kvkit.tiers.base import TierFull
 from kvkit.tiers.eviction.policies import NORMAL
+from kvkit.tiers.shm.file import PoolFile
 from kvkit.tiers.shm.pool import Pool
 from kvkit.tiers.testing.contract import record_bytes, record_names
 
@@ -40,6 +42,10 @@ def size_of(name: str) -> int:
 
 def open_pool(path: str) -> Pool:
     return Pool(path, SLOT_BYTES, SLOTS * SLOT_BYTES)
+
+
+def open_file(path: str) -> PoolFile:
+    return PoolFile(path, SLOT_BYTES, SLOTS * SLOT_BYTES)
 
 
 def write(pool: Pool, name: str, parent: str | None = None) -> None:
@@ -66,7 +72,8 @@ def check(path: str, survivor: Pool) -> None:
     fresh = open_pool(path)
     held = dict(fresh.listed())
     assert held == dict(survivor.listed())
-    assert {*fresh._file.held.tolist()} <= {0, 1 + NORMAL, 1 + LEAST}
+    with closing(open_file(path)) as file:
+        assert {*file.held.tolist()} <= {0, 1 + NORMAL, 1 + LEAST}
     assert all(read(survivor, name) and size_of(name) == size for name, size in held.items())
     check_room(fresh, SLOTS, write)
     assert dict(fresh.listed()) == dict(survivor.listed())  # it has the next changes by the log
@@ -224,11 +231,12 @@ def outlived(path: str, rounds: int) -> int:
         pool = open_pool(path)
         write(pool, CHAIN[0])
         leases = [pool.lend(CHAIN[0]), pool.take(CHAIN[1], 1, None)]
-        pool._file.lock_mutex(60)
+        file = open_file(path)
+        file.lock_mutex(60)
         left = fork(signal.pause)
         os.write(writes, left.to_bytes(4, "little"))
         signal.pause()
-        del leases
+        del leases, file
 
     for _ in range(rounds):
         parent = fork(work)

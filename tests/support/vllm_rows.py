@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import functools
 import itertools
+from contextlib import ExitStack
 from dataclasses import replace
 from typing import Any
+from unittest.mock import patch
 
 import numpy as np
 import torch
@@ -28,6 +30,7 @@ def checked(runner: Any) -> list[list[float] | None]:
 def refused(runner: Any, falsify: str) -> str:
     """What the check says where rows, the rope that is found or settings of the last stage are false."""
     ropes, run = check._candidate_ropes, RowRunner.run
+    falsified = ExitStack()
 
     def turned_too_far(model: Any) -> Any:
         return [replace(r, inv_freq=tuple(f * 1.01 for f in r.inv_freq)) for r in ropes(model)]
@@ -42,14 +45,14 @@ def refused(runner: Any, falsify: str) -> str:
         if falsify == "stage":
             cache.kv_sharing_fast_prefill = get_pp_group().is_last_rank
         elif falsify == "rope":
-            check._candidate_ropes = turned_too_far
+            falsified.enter_context(patch.object(check, "_candidate_ropes", turned_too_far))
         elif falsify == "rows":
-            RowRunner.run = without_the_first
+            falsified.enter_context(patch.object(RowRunner, "run", without_the_first))
         check.open_row_runner(runner)
     except BlendError as error:
         return str(error)
     finally:
-        check._candidate_ropes, RowRunner.run = ropes, run
+        falsified.close()
         cache.kv_sharing_fast_prefill = False
     return ""
 
@@ -140,7 +143,7 @@ def adapters(runner: Any, loras: list[dict[str, Any]], ids: list[int]) -> list[A
     batch = runner.input_batch.lora_id_to_lora_request
     batch |= {known[0].lora_int_id: known[0]}
     runner._set_active_loras((known[0].lora_int_id,), (known[0].lora_int_id,) * 3, {known[0]})
-    before = [manager._adapter_manager._last_mapping, list(manager._adapter_manager.lora_index_to_id)]
+    before = _mapping(manager._adapter_manager)
     given = [
         RequestRows(np.array(ids, np.int32), np.arange(len(ids)), _blocks(runner, at, len(ids)), lora)
         for at, lora in ((1, known[0]), (20, None), (40, known[1]))
@@ -148,9 +151,13 @@ def adapters(runner: Any, loras: list[dict[str, Any]], ids: list[int]) -> list[A
     parts = list(rows.batches(given))
     for part in parts:
         rows.run([piece for _, piece in part])
-    after = [manager._adapter_manager._last_mapping, list(manager._adapter_manager.lora_index_to_id)]
+    after = _mapping(manager._adapter_manager)
     del batch[known[0].lora_int_id]
     return [before == after, [[which for which, _ in part] for part in parts]]
+
+
+def _mapping(adapters: Any) -> tuple[Any, list[Any]]:
+    return adapters._last_mapping, list(adapters.lora_index_to_id)
 
 
 def stopped(runner: Any, ids: list[int], layers: int) -> list[list[float]]:

@@ -222,13 +222,17 @@ def test_slow_is_against_what_the_tier_did_before(usual: float) -> None:
 
 
 def test_latencies_are_kept_through_a_pause_and_bounded() -> None:
-    breaker = Health()
+    breaker, now = Health(), PAUSES_S[0]
     for _ in range(3 * REMEMBERED):
         breaker.worked(0.0, 1.0)
-    assert len(breaker._latencies) == REMEMBERED
     breaker.failed(0.0, timed_out=True)
-    breaker.worked(PAUSES_S[0])
-    assert list(breaker._latencies) == [1.0] * REMEMBERED
+    breaker.worked(now)
+    states = []
+    for _ in range(REMEMBERED):
+        breaker.worked(now, 1.01 * SLOW_FACTOR)
+        states.append(breaker.state(now))
+    assert states[RECENT - 1] == "slow", "against what was before the pause"
+    assert states[-1] == "ok", "nothing is known of before"
 
 
 def test_a_records_time_is_the_median_of_late_and_forgotten_after_a_while() -> None:

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import threading
 import uuid
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import closing
-from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -16,6 +15,7 @@ from fsspec.implementations.memory import MemoryFileSystem
 
 from kvkit.staging import Staging
 from kvkit.tiers.base import TierFull
+from kvkit.tiers.folder import Folder
 from kvkit.tiers.objects import ObjectTier
 from kvkit.tiers.settings import TierConfig
 from kvkit.tiers.testing.contract import (
@@ -144,18 +144,19 @@ def test_what_is_put_while_it_is_forgotten_stays_counted(
     with closing(ObjectTier(TierConfig(url=str(tmp_path), capacity=SLOT_BYTES, threads=2))) as tier:
         tier.subscribe(lambda names, now: held.update(dict.fromkeys(names, now)))
         put(tier, staging, names[:1])
-        store: Any = tier._store
         (tmp_path / names[0]).unlink()
 
-        def after(call: Callable[..., Any], *arguments: Any) -> Any:
+        stored = {"get_ranges": "read_ranges"}.get(forgets, forgets)
+        call = getattr(Folder, stored)
+
+        def after(folder: Folder, *arguments: Any) -> Any:
             try:
-                return call(*arguments)
+                return call(folder, *arguments)
             finally:
                 monkeypatch.undo()
                 assert put(tier, staging, names[:1]) == [None]
 
-        stored = {"get_ranges": "read_ranges"}.get(forgets, forgets)
-        monkeypatch.setattr(store, stored, partial(after, getattr(store, stored)))
+        monkeypatch.setattr(Folder, stored, after)
         buffer = memoryview(bytearray(SLOT_BYTES))
         if forgets == "delete":
             tier.delete(names[:1])
@@ -172,28 +173,27 @@ def test_what_is_put_while_it_is_forgotten_stays_counted(
 
 @pytest.mark.parametrize("meanwhile", ["deleted", "written by another"])
 def test_what_is_forgotten_while_it_is_written_keeps_its_room(
-    meanwhile: str, tmp_path: Path, staging: Staging
+    meanwhile: str, tmp_path: Path, staging: Staging, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """What the simulation found: the tier would hold more than its capacity."""
     config = TierConfig(url=str(tmp_path), capacity=2 * SLOT_BYTES)
     names = record_names(4)
     with closing(ObjectTier(config)) as tier:
-        folder: Any = tier._store
-        write, others = folder.write, [names[0]]
+        write, others = Folder.write, [names[0]]
 
-        def meddle(name: str, data: memoryview) -> None:
+        def meddle(folder: Folder, name: str, data: memoryview) -> None:
             if name not in others:
-                write(name, data)
+                write(folder, name, data)
                 return
             others.remove(name)
             if meanwhile == "deleted":
                 tier.delete([name])
-                write(name, data)
+                write(folder, name, data)
             else:
                 tier.write(name, data)
                 raise OSError("the second of two writers")
 
-        folder.write = meddle
+        monkeypatch.setattr(Folder, "write", meddle)
         put(tier, staging, names[:1])
         for name in names[1:]:
             assert put(tier, staging, [name]) == [None]

@@ -16,7 +16,7 @@ from caches import CHUNK, make_engine, new_cache, new_staging, sequence
 from forks import fork
 
 from kvkit.tiers.base import TierFull
-from kvkit.tiers.shm.file import pool_path
+from kvkit.tiers.shm.file import PoolFile, pool_path
 from kvkit.tiers.shm.pool import Pool
 from kvkit.tiers.shm.tier import ShmTier
 from kvkit.tiers.testing.contract import record_bytes, record_names
@@ -48,6 +48,12 @@ def path() -> Iterator[str]:
 
 def open_pool(path: str, slots: int = SLOTS) -> Pool:
     return Pool(path, SLOT_BYTES, slots * SLOT_BYTES)
+
+
+def damage(path: str, column: str, rows: slice, value: object) -> None:
+    """Write over a column of the file, as another program might."""
+    with closing(PoolFile(path, SLOT_BYTES, SLOTS * SLOT_BYTES)) as file:
+        getattr(file, column)[rows] = value
 
 
 def write(pool: Pool, name: str, parent: str | None = None) -> None:
@@ -101,7 +107,7 @@ def test_a_damaged_column_costs_records_alone(
     with closing(open_pool(path)) as first:
         write_chain(first, NAMES)
         second = open_pool(path) if opened == "before" else None
-        getattr(first._file, column)[rows] = value
+        damage(path, column, rows, value)
         second = second or open_pool(path)
         use_all(second)
         use_all(first)
@@ -135,7 +141,7 @@ def test_a_damaged_column_costs_records_alone(
 def test_what_is_damaged_can_be_evicted(path: str, column: str, values: Sequence[object]) -> None:
     with closing(open_pool(path)) as first:
         write_chain(first, record_names(SLOTS, "aa"))
-        getattr(first._file, column)[:] = values
+        damage(path, column, slice(None), values)
         names = record_names(SLOTS, "bb")
         with closing(open_pool(path)) as second:
             for name in names:
@@ -149,7 +155,7 @@ def test_a_damaged_log_hides_no_record_for_long(path: str) -> None:
         write_chain(first, NAMES)
         assert second.use_run(NAMES) == len(NAMES)
         first.remove(NAMES[1:2])
-        first._file.log[:] = 5
+        damage(path, "log", slice(None), 5)
         assert second.lend(NAMES[1]) is None
         assert second.use_run(NAMES) == 1
         write(second, NAMES[1], NAMES[0])
@@ -181,7 +187,9 @@ def test_what_another_process_writes_over_a_record_before_a_load_is_a_miss(path:
 
         def other() -> None:
             with closing(Pool(path, slots.slot_bytes, size)) as pool:
-                pool.arrays[pool._index.slot_of[third], slots.slot_bytes // 2 :] ^= 0xFF
+                lease = pool.lend(third)
+                assert lease is not None
+                lease.array[slots.slot_bytes // 2 :] ^= 0xFF
 
         assert fork(other) == 0
         engine.wipe()
@@ -231,7 +239,10 @@ def test_holes_in_a_full_file_system_end_no_process(pool_disk: Path, offset: int
 def test_holes_are_filled_where_there_is_memory(path: str) -> None:
     with closing(open_pool(path)) as pool:
         write_chain(pool, NAMES)
-        slot = pool._index.slot_of[NAMES[-1]]
+        last = pool.lend(NAMES[-1])
+        assert last is not None
+        slot = last.slot
+        last.release()
         first = os.stat(path).st_size - SLOTS * SLOT_BYTES
     punch(path, first + slot * SLOT_BYTES, SLOT_BYTES)
     with closing(open_pool(path)) as pool:

@@ -129,7 +129,7 @@ def test_what_stores_have_not_copied_is_told_too(tmp_path: Path, caplog: pytest.
     engine.compute(tokens, table)
     stored = cache.store_async(tokens, engine.places(table))
     assert tier.met.wait(DEADLINE_S)
-    while unsaved(cache._all_writes).uncopied != 12:
+    while unsaved(cache.writes).uncopied != 12:
         stored.exception(0.001) if stored.done() else threading.Event().wait(0.001)
     cache.close()
     told = "\n".join(record.getMessage() for record in caplog.records)

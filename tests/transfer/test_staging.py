@@ -18,6 +18,7 @@ import torch
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, invariant, rule
+from waiting import wait_for
 
 from kvkit.staging import PAGE_BYTES, Lease, Staging, StagingError, StagingTimeout, release_all
 from kvkit.workers import Stopped
@@ -33,12 +34,7 @@ def start(work: Callable[[], object]) -> threading.Thread:
 
 def wait_for_waiters(staging: Staging, count: int) -> None:
     """Return when `count` callers wait for slots. They do not announce themselves, so look until they do."""
-    with staging._changed:
-        for _ in range(int(DEADLINE_S / 0.001)):
-            if len(staging._waiting) >= count:
-                return
-            staging._changed.wait(0.001)
-    raise AssertionError(f"{len(staging._waiting)} of {count} callers wait")
+    wait_for(lambda: staging.waiting >= count)
 
 
 def test_slots_are_whole_pages_apart_from_each_other() -> None:

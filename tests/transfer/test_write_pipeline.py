@@ -10,6 +10,7 @@ from typing import Any, cast
 
 import pytest
 from caches import CHUNK, DEADLINE_S, fill, make_engine, new_cache, new_staging, sequence
+from waiting import wait_for
 
 from kvkit.staging import Lease, Staging, release_all
 from kvkit.tiers.base import Tier
@@ -159,34 +160,26 @@ def test_flush_ends_while_another_store_is_under_way(tmp_path: Path) -> None:
     engine = make_engine()
     table = engine.table(CHUNK)
     engine.compute(sequence(1), table)
-    late = ObjectTier(str(tmp_path))
-    hangs: set[str] = set()
-    tier = FaultyTier(late, lambda what, name: Fault.HANG if what == "put" and name in hangs else None)
-    with new_cache(engine, new_staging(engine, 8), [tier]) as cache, ThreadPoolExecutor(1) as threads:
-        first, second = (cache.lookup(sequence(1, seed)).chunks.names[0] for seed in (1, 2))
-        hangs.add(first)
-        tokens = threads.submit(cache.store, sequence(1, 1), engine.places(table))
-        while not tier.hanging:
-            wait([tokens], 0.001)
+    tiers = [hanging(tmp_path, name) for name in ("first", "second")]
+    with new_cache(engine, new_staging(engine, 8), tiers) as cache, ThreadPoolExecutor(1) as threads:
+        cache.store(sequence(1, 1), engine.places(table), to=["first"])
+        wait_for(lambda: tiers[0].hanging == 1)
         outstanding = cache.writes.outstanding
         waits = threading.Event()
-        wait_for = outstanding._changed.wait_for
+        wait_for_change = outstanding._changed.wait_for
 
         def noted(*args: object) -> bool:
             waits.set()
-            return wait_for(*args)  # type: ignore[arg-type]
+            return wait_for_change(*args)  # type: ignore[arg-type]
 
         outstanding._changed.wait_for = noted  # type: ignore[method-assign, assignment]
         flush = threads.submit(cache.flush)
         assert waits.wait(DEADLINE_S)
-        held, tier._hanging = tier._hanging, []
-        hangs.add(second)
-        cache.store(sequence(1, 2), engine.places(table))
-        for go_on in held:
-            go_on()
+        cache.store(sequence(1, 2), engine.places(table), to=["second"])
+        tiers[0].release()
         flush.result(DEADLINE_S)
         assert cache.pending_writes() == 1
-        tier.release()
+        tiers[1].release()
 
 
 class Queued:

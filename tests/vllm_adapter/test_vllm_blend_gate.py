@@ -14,7 +14,7 @@ import torch
 pytest.importorskip("vllm")
 
 from small_models import QWEN
-from test_vllm_identity import flip, vllm_config
+from test_vllm_identity import flip, name_commit, vllm_config
 from transformers import AutoModelForCausalLM
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
 from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec
@@ -134,12 +134,11 @@ def test_kv_of_fewer_bits_is_gated_by_the_same_weights(model: Path) -> None:
 
 def test_a_model_of_the_hub_is_its_commit(model: Path) -> None:
     config = vllm_config(model)
-    config.model_config.model = "org/name"
-    config.model_config.hf_config._commit_hash = COMMIT
+    name_commit(config, COMMIT)
     with pytest.raises(BlendError, match="not been measured"):
         check_model(config, Selection(), UNLESS)
     gate.keep(served_names("org/name", HUB), Selection(), {"passed": True})
     check_model(config, Selection(), UNLESS)
-    config.model_config.hf_config._commit_hash = "b" * 40
+    name_commit(config, "b" * 40)
     with pytest.raises(BlendError, match="not been measured"):
         check_model(config, Selection(), UNLESS)

@@ -137,7 +137,7 @@ def test_loads_side_by_side_do_not_wait_for_blocks_of_each_other(size: int, fail
     while fails and len(life.loading) < 2:
         life.step()
     for task in life.loading[:]:
-        life._finish_load(task, fails=True)
+        life.end_load(task, fails=True)
     life.drain()
 
 
@@ -259,7 +259,7 @@ def test_a_document_was_computed_behind_its_joint() -> None:
 def test_the_documents_of_queued_requests_are_brought_near() -> None:
     life = Life(blocks=100)
     tokens, spans = prompt([2, 1], 0)
-    scheduler = life.vllm.connector._scheduler_side.scheduler
+    scheduler = life.kvkit.scheduler
     names = [life.add(tokens, 3, asked) for asked in (blend(spans) | {"joints": [[77], []]}, None)]
     told = [
         (task.request_id, task.sequence.tokens.tolist(), task.computed)

@@ -16,7 +16,7 @@ pytest.importorskip("vllm")
 import torch
 import vllm
 from small_models import QWEN, save
-from test_vllm_identity import namespace_of, opaque, vllm_config
+from test_vllm_identity import name_commit, namespace_of, opaque, vllm_config
 from vllm.config import KVEventsConfig
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
 from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec
@@ -154,7 +154,7 @@ def test_what_cannot_be_told_apart_is_one_engine_s_alone(
 ) -> None:
     config = vllm_config(model)
     if name == "envs":  # known by the hub's name
-        config.model_config.model, config.model_config.hf_config._commit_hash = "some/model", "0" * 40
+        name_commit(config, "0" * 40)
     assert namespace_of(config, layout=opaque(BLOCK)) == namespace_of(config, layout=opaque(BLOCK))
     without(name)
     assert namespace_of(config, layout=opaque(BLOCK)) != namespace_of(config, layout=opaque(BLOCK))

@@ -196,12 +196,16 @@ def test_layers_are_packed_as_they_are_computed_and_take_no_slot(tmp_path: Path)
     step = StepMetadata(1, sends=[send])
     worker.begin_step(step)
     wait_for(lambda: pair.prefill.sender.transfers() == {"of-a": "sending"})
-    slots = [lease.array for lease in pair.receiver._filling["of-a"].values()]
+    arena = pair.receiver.arena
+
+    def filling(packed: bytes) -> bool:
+        return sum(packed in slot.tobytes() for slot in arena.arrays) == arena.slots - arena.free
+
     for number, (name, tensor) in enumerate(pair.prefill.pages.items()):
         tensor.fill_(3.0 + number)
         worker.layer_computed(name)
         packed = np.full(8, 3.0 + number, np.float32).tobytes()
-        wait_for(lambda packed=packed: all(packed in slot.tobytes() for slot in slots))
+        wait_for(lambda packed=packed: filling(packed))
         tensor.fill_(-1.0)
     assert pair.decode.found() == 0
     worker.start_saves(step)
@@ -343,7 +347,9 @@ def test_a_load_in_parts_ends_where_a_record_is_damaged(tmp_path: Path, damaged:
         lookups=[LookupRequest("a", 1, Sequence(IDS), transfer="t", computed_remotely=True)], idle=True
     )
     assert pair.decode.heard() == len(IDS)
-    with pair.receiver._records[pair.receiver.records()[damaged][0]].share() as lease:
+    lease = pair.receiver.borrow(pair.receiver.records()[damaged][0])
+    assert lease is not None
+    with lease:
         lease.array[lease.used // 2] ^= 1
     assert not pair.decode.load(LoadTask("a", 1, 0, len(IDS), (TABLE,)))
     assert pair.decode.worker.invalid_blocks() == set(TABLE[damaged * CHUNK // BLOCK :])

@@ -36,6 +36,7 @@ from kvkit.adapters.vllm.identity import (
     folder_fingerprint,
     model_identity,
 )
+from kvkit.adapters.vllm.settings import read_settings
 from kvkit.format.layout import KVLayout, Namespace
 from kvkit.transfer.sequence import Chunks
 
@@ -69,6 +70,12 @@ def vllm_config(model: Path | str, chunk_tokens: int = BLOCK, **options: Any) ->
     ).create_engine_config()
 
 
+def name_commit(config: VllmConfig, commit: str | None) -> None:
+    """Have it serve a model of the hub, which transformers found at this commit."""
+    config.model_config.model = "org/name"
+    config.model_config.hf_config._commit_hash = commit
+
+
 def namespace_of(
     config: VllmConfig, block: int = BLOCK, heads: int = 2, layout: KVLayout | None = None
 ) -> Namespace:
@@ -77,8 +84,9 @@ def namespace_of(
     caches = KVCacheConfig(
         num_blocks=4, kv_cache_tensors=[], kv_cache_groups=[KVCacheGroupSpec(["layers.0"], spec)]
     )
-    made = KVKitConnector(config, KVConnectorRole.WORKER, caches)
-    return identity.rank_namespace(config, made._config, layout or layout_of(block, heads), ranks_share=False)
+    KVKitConnector(config, KVConnectorRole.WORKER, caches)  # refuses what it cannot serve
+    _, own = read_settings(config.kv_transfer_config.kv_connector_extra_config)
+    return identity.rank_namespace(config, own, layout or layout_of(block, heads), ranks_share=False)
 
 
 def layout_of(block: int = BLOCK, heads: int = 2) -> KVLayout:
@@ -398,13 +406,13 @@ def test_a_model_of_another_hub_is_not_the_one_of_that_name_in_the_cache(
 
 def test_a_model_of_the_hub_is_its_commit(model: Path, tmp_path: Path) -> None:
     config = vllm_config(model)
-    config.model_config.model, config.load_config.download_dir = "org/name", str(tmp_path)
+    config.load_config.download_dir = str(tmp_path)
     found = []
     for commit in ("a" * 40, "b" * 40):
-        config.model_config.hf_config._commit_hash = commit
+        name_commit(config, commit)
         found.append(model_identity(config))
         assert model_identity(config) == found[-1]
-    del config.model_config.hf_config._commit_hash
+    name_commit(config, None)
     config.model_config.revision = "b" * 40
     assert model_identity(config) == found[-1]
     config.model_config.revision = None

@@ -78,7 +78,6 @@ def run(
         raise BenchError(f"demo --pd: {lacking}")
     with TemporaryDirectory(prefix="kvkit-pd-") as folder_name, ended_by_sigterm():
         folder = Path(folder_name)
-        address = f"unix://{folder}/decode/handoff/socket"
         half, other_half = _halves(sorted(os.sched_getaffinity(0)))
         name = model_folder(model, console)
         share = memory.share(name, servers=2, tiers=TIER_BYTES, most=BLOCK_BYTES, options=options)
@@ -89,20 +88,7 @@ def run(
         report("starting plain vLLM")
         with started("plain", setup) as url:
             plain = [answer for answer, _ in converse(connect("plain", url), [], report)]
-        with ExitStack() as stack:
-            urls = []
-            texts = settings(flow, address, folder / "pool")
-            for (role, text), cores in zip(texts.items(), (half, other_half), strict=True):
-                (folder / role).mkdir()
-                report(f"starting the engine for {role}")
-                config = folder / role / "kvkit.toml"
-                config.write_text(text)
-                engine = replace(setup, config=config, folder=folder / role, cores=cores)
-                urls.append(stack.enter_context(started("kvkit", engine)))
-            prefill, decode = urls
-            router = stack.enter_context(routed(prefill, decode, folder, address))
-            engines = [connect("P", prefill), connect("D", decode)]
-            pd = converse(connect("router", router), engines, report)
+        pd = _through_router(flow, setup, (half, other_half), report)
     turns = [
         PdTurn(a.prompt_tokens, prefill_hits, decode_received, a.ttft_s, p.ttft_s, a.text == p.text)
         for (a, (prefill_hits, decode_received)), p in zip(pd, plain, strict=True)
@@ -119,6 +105,27 @@ def run(
     draw(turns, png_path)
     print_text(f"picture: {png_path}", console)
     return turns
+
+
+def _through_router(
+    flow: str, setup: Setup, halves: Sequence[tuple[int, ...]], report: Report
+) -> list[tuple[Completion, list[dict[str, int]]]]:
+    """Hold the conversation with a router over a prefill and a decode engine, each on cores of its own."""
+    folder = setup.folder
+    address = f"unix://{folder}/decode/handoff/socket"
+    with ExitStack() as stack:
+        urls = []
+        for (role, text), cores in zip(settings(flow, address, folder / "pool").items(), halves, strict=True):
+            (folder / role).mkdir()
+            report(f"starting the engine for {role}")
+            config = folder / role / "kvkit.toml"
+            config.write_text(text)
+            engine = replace(setup, config=config, folder=folder / role, cores=cores)
+            urls.append(stack.enter_context(started("kvkit", engine)))
+        prefill, decode = urls
+        router = stack.enter_context(routed(prefill, decode, folder, address))
+        engines = [connect("P", prefill), connect("D", decode)]
+        return converse(connect("router", router), engines, report)
 
 
 def _halves(cores: Sequence[int]) -> tuple[tuple[int, ...], tuple[int, ...]]:
