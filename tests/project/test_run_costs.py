@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 
 from repository import SUPPORT
-from run_costs import WORKER_GIB, over_budget, over_memory
+from run_costs import WORKER_GIB, core_seconds, over_budget, over_memory
 
 DEAR = """
 import time
@@ -45,6 +45,17 @@ def test_a_dear_file_fails_the_run(tmp_path: Path) -> None:
     assert "test_dear.py: 1 core seconds" in done.stdout.partition("OVER BUDGET")[2]
     assert done.stdout.count("memory of gw") == 2
     assert done.returncode == 1
+
+
+def test_time_of_processes_that_run_counts() -> None:
+    code = "import time\nwhile time.process_time() < 0.5: pass\nprint(flush=True)\ntime.sleep(100)"
+    before = core_seconds()
+    with subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE) as process:
+        assert process.stdout is not None
+        process.stdout.readline()
+        assert core_seconds() - before > 0.4
+        process.kill()
+    assert core_seconds() - before > 0.4
 
 
 def test_what_is_over_is_said() -> None:

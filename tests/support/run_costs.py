@@ -12,6 +12,7 @@ import os
 import resource
 from collections import defaultdict
 from collections.abc import Generator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -25,6 +26,7 @@ LEAST_S, FACTOR = 10.0, 2.0
 WORKER_GIB = 6.0
 """More of it, and the run fails: with several workers a machine of 16 GiB would be full."""
 SHOWN = 10
+TICKS_PER_S = os.sysconf("SC_CLK_TCK")
 
 
 @dataclass
@@ -45,9 +47,22 @@ COSTS = pytest.StashKey[Costs]()
 
 
 def core_seconds() -> float:
-    """CPU time of this process and of its children that ended."""
-    used = (resource.getrusage(who) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN))
-    return sum(usage.ru_utime + usage.ru_stime for usage in used)
+    """CPU time of this process and of all that it started, such as engines that serve several tests."""
+    own = os.times()
+    return own.user + own.system + own.children_user + own.children_system + _of_descendants(os.getpid())
+
+
+def _of_descendants(pid: int) -> float:
+    """CPU time of the processes below one, and of their children that ended."""
+    used = 0.0
+    for path in Path(f"/proc/{pid}/task").glob("*/children"):
+        with suppress(OSError):  # the thread has ended
+            for child in map(int, path.read_text().split()):
+                with suppress(OSError):  # the process has ended
+                    fields = Path(f"/proc/{child}/stat").read_text().rpartition(")")[2].split()
+                    used += sum(map(int, fields[11:15])) / TICKS_PER_S
+                used += _of_descendants(child)
+    return used
 
 
 def peak_gib() -> float:
@@ -80,7 +95,7 @@ def pytest_runtest_protocol(item: pytest.Item) -> Generator[None, Any, Any]:
     costs, before, peak = item.config.stash[COSTS], core_seconds(), peak_gib()
     outcome = yield
     path = item.path.relative_to(ROOT) if item.path.is_relative_to(ROOT) else item.path
-    costs.seconds[str(path)] += core_seconds() - before
+    costs.seconds[str(path)] += max(0.0, core_seconds() - before)  # of a process that nobody waited for, less
     if peak_gib() > peak:
         costs.peaks[_worker(item.config)] = (peak_gib(), item.nodeid)
     return outcome

@@ -11,8 +11,8 @@ from contextlib import closing, suppress
 import numpy as np
 import pytest
 from caches import make_engine, new_cache, new_staging, sequence
-from waiting import wait_for
 
+from kvkit.lab.testbed.waiting import wait_for
 from kvkit.staging import Staging
 from kvkit.tiers.shm.file import PoolFile, PoolRemoved, pool_path
 from kvkit.tiers.shm.tier import ShmTier

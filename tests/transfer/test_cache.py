@@ -15,12 +15,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 from repository import SUPPORT
 from two_tier_caches import make_engine, open_cache, sequence, store
-from waiting import wait_for
 
 from kvkit.cache import Cache, CacheError, CacheTimeout, SequencePages
 from kvkit.format.layout import KVLayout, LayerGroup, LayoutError
 from kvkit.format.record import Damage
 from kvkit.lab.testbed.engine_stub import Engine, small_layout, small_namespace
+from kvkit.lab.testbed.waiting import wait_for
 from kvkit.staging import Staging, release_all
 from kvkit.tiers.base import Tier
 from kvkit.tiers.health import FAILURES_TO_PAUSE

@@ -18,8 +18,8 @@ import torch
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, invariant, rule
-from waiting import wait_for
 
+from kvkit.lab.testbed.waiting import wait_for
 from kvkit.staging import PAGE_BYTES, Lease, Staging, StagingError, StagingTimeout, release_all
 from kvkit.workers import Stopped
 

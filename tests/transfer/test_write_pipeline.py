@@ -10,8 +10,8 @@ from typing import Any, cast
 
 import pytest
 from caches import CHUNK, DEADLINE_S, fill, make_engine, new_cache, new_staging, sequence
-from waiting import wait_for
 
+from kvkit.lab.testbed.waiting import wait_for
 from kvkit.staging import Lease, Staging, release_all
 from kvkit.tiers.base import Tier
 from kvkit.tiers.memory import MemoryTier
