@@ -15,7 +15,7 @@ import time
 
 def test_computes():
     started = time.process_time()
-    while time.process_time() - started < 0.5:
+    while time.process_time() - started < 1.0:
         sum(range(10_000))
 
 def test_takes_little():

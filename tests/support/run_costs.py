@@ -142,7 +142,9 @@ def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> Non
 def _failures(config: pytest.Config) -> list[str]:
     costs = config.stash[COSTS]
     is_daily = "not nightly" in config.getoption("-m")
-    return over_memory(costs.peaks) + (over_budget(costs.seconds, _budgets()) if is_daily else [])
+    if config.getoption("--keep-costs") or not is_daily:
+        return over_memory(costs.peaks)
+    return over_memory(costs.peaks) + over_budget(costs.seconds, _budgets())
 
 
 def _budgets() -> dict[str, float]:
