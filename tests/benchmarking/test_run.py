@@ -14,6 +14,7 @@ from repository import ROOT
 from terminals import assert_whole
 
 from benchmarks.report.run import table
+from kvkit.lab.testbed.waiting import wait_for
 
 BENCHMARKS = """
 import time
@@ -69,9 +70,8 @@ def test_one_that_fails_costs_itself_alone(tmp_path: Path) -> None:
 
 def test_what_passed_before_it_was_killed_is_kept(tmp_path: Path) -> None:
     begins = tmp_path / "begins"
-    os.mkfifo(begins)
     process = start(tmp_path / "bench_some.py", f"open({str(begins)!r}, 'w').close(); time.sleep(600)")
-    begins.read_bytes()  # waits for the second to begin
+    wait_for(lambda: begins.exists() or process.poll() is not None)  # for the second to begin
     os.killpg(process.pid, signal.SIGKILL)
     process.communicate()
     assert kept(tmp_path) == ["some::first"]

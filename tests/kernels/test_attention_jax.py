@@ -138,7 +138,10 @@ def tiles(rows: int, keys: int) -> Iterator[None]:
 
 
 @pytest.mark.parametrize("form", FORMS)
-@pytest.mark.parametrize("dtype", FLOATS)
+@pytest.mark.parametrize(
+    "dtype",
+    [name if name == "float32" else pytest.param(name, marks=pytest.mark.nightly) for name in FLOATS],
+)
 @pytest.mark.parametrize(("window", "softcap"), [(None, None), (9, 2.0), (1, None)])
 def test_attention(form: str, dtype: str, window: int | None, softcap: float | None) -> None:
     """Rows, lengths, positions and tables are data: 12 problems, compiled once."""

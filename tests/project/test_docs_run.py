@@ -411,6 +411,7 @@ def install_the_tier(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return source
 
 
+@pytest.mark.nightly
 def test_the_tier_that_is_shown_keeps_the_contract(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     source = install_the_tier(tmp_path, monkeypatch)
     passed = run_shell(on_page("docs/research/own-tier.md", "python -m pytest"), source)

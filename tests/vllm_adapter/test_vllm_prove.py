@@ -120,6 +120,7 @@ def of_servers(reference: Probed, engine: Probed, scenarios: str) -> dict[str, S
     )
 
 
+@pytest.mark.nightly
 def test_the_example_connector_restores_what_was_computed_but_for_whom(
     reference: Probed, stored: Probed
 ) -> None:

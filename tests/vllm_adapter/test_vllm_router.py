@@ -201,7 +201,7 @@ def engines(tmp_path_factory: pytest.TempPathFactory, far: tuple[Host, Link] | N
 
 
 @pytest.mark.timeout(900)
-@pytest.mark.parametrize("name", ["one", "two"])
+@pytest.mark.parametrize("name", ["one", pytest.param("two", marks=pytest.mark.nightly)])
 def test_a_conversation_moves_nothing_twice(engines: Engines, name: str) -> None:
     """P finds in the pool what D stored of the last turn, and when that is gone, in D's memory.
 
