@@ -59,9 +59,9 @@ def test_time_of_processes_that_run_counts() -> None:
 
 
 def test_what_is_over_is_said() -> None:
-    assert over_budget({"a": 19.0, "b": 21.0, "c": 9.0, "d": 11.0}, {"a": 10, "b": 10}) == [
-        "b: 21 core seconds, its budget is 10",
-        "d: 11 core seconds, its budget is 0",
+    assert over_budget({"a": 39.0, "b": 41.0, "c": 29.0, "d": 31.0}, {"a": 10, "b": 10}) == [
+        "b: 41 core seconds, its budget is 10",
+        "d: 31 core seconds, its budget is 0",
     ]
     found = over_memory({"gw0": (WORKER_GIB + 1, "x.py::y"), "gw1": (1.0, "z")})
     assert found == [f"gw0: {WORKER_GIB + 1:.1f} GiB in x.py::y"]
