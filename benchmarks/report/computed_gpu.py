@@ -29,12 +29,12 @@ class Fastest(NamedTuple):
 
 
 def _lines(document: Mapping[str, Any], step: str) -> list[dict[str, Any]]:
-    """What a step found."""
+    """Return what a step found."""
     return [line for line in document["results"] if line["step"] == step]
 
 
 def fastest(defaults: Sequence[Mapping[str, Any]], tuned: Sequence[Mapping[str, Any]]) -> dict[str, Fastest]:
-    """Of each problem, from the lines of two steps: what tuning gained counts for the default's time."""
+    """Take each problem's best time from two steps: tuning's gain counts on the default's time."""
     best = {line["what"]: line for line in tuned}
     found = {}
     for line in defaults:

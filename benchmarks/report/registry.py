@@ -34,7 +34,7 @@ class Result:
     part: str = ""
 
     def path(self, folder: Path = RESULTS, machine: str = MACHINE) -> Path:
-        """Where it is."""
+        """Return the path of its file."""
         return folder / self.file.format(machine=machine)
 
     def command_for(self, path: Path) -> str:

@@ -51,7 +51,7 @@ def commits(found: Any) -> Iterator[str]:
 
 
 def age(result: Result, document: Mapping[str, Any], root: Path = ROOT) -> Age:
-    """How old a result is, by the history of `root`; unknown where that does not reach back so far."""
+    """Return a result's age by the history of `root`, unknown where that is too short."""
     part: Any = document
     if result.part:
         part = [one for one in document["results"] if one["name"].startswith(f"{result.part}::")]
@@ -70,7 +70,7 @@ def _age(commit: str, paths: tuple[str, ...], root: Path) -> Age:
 
 
 def _git(root: Path, *arguments: str) -> str | None:
-    """What git says, None where it fails."""
+    """Return git's output, None where it fails."""
     command = ["git", "-C", str(root), *arguments]
     try:
         return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()

@@ -149,7 +149,7 @@ def load(results: Path, file: str) -> Any:
 
 
 def walk(found: Any, path: str, keys: tuple[Any, ...] = ()) -> Iterator[tuple[tuple[Any, ...], Any]]:
-    """What a path leads to, with its keys at each *; nothing where it leads nowhere."""
+    """Yield what a path leads to, with its keys at each *; nothing if it leads nowhere."""
     step, _, rest = path.partition("/")
     inner = {str(n): one for n, one in enumerate(found, 1)} if isinstance(found, list) else found
     if not path:

@@ -2,22 +2,18 @@
 
 from __future__ import annotations
 
-import shutil
-import subprocess
-import sys
 from pathlib import Path
 from textwrap import indent
 
 import pytest
-from page_blocks import ROOT, environment, on_page
-from repository import SUPPORT
+from page_blocks import on_page
+from product_copy import copy_product, run_with
 
 
 @pytest.fixture
 def copy(tmp_path: Path) -> Path:
     """A folder with a copy of kvkit."""
-    shutil.copytree(ROOT / "kvkit", tmp_path / "kvkit", ignore=shutil.ignore_patterns("__pycache__"))
-    return tmp_path
+    return copy_product(tmp_path)
 
 
 def insert(path: Path, before: str, text: str) -> None:
@@ -26,20 +22,6 @@ def insert(path: Path, before: str, text: str) -> None:
     assert line
     assert f"\n{before}" not in tail
     path.write_text(f"{head}\n{text}{line}{tail}")
-
-
-def run(copy: Path, *arguments: str, **more: str) -> str:
-    """What Python prints, with the copy in place of kvkit and more of an environment."""
-    done = subprocess.run(
-        [sys.executable, *arguments],
-        cwd=copy,
-        env=environment(copy, PYTHONPATH=f"{copy}:{SUPPORT}", **more),
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-4000:]
-    return done.stdout
 
 
 def test_a_new_tier_is_a_class_and_a_row(copy: Path) -> None:
@@ -74,16 +56,16 @@ def test_settings():
         load_config(tiers={"rows": {"url": "sqlite:///x", "codec": "zstd"}})
 """
     )
-    assert "passed" in run(copy, "-m", "pytest", "-q", "-p", "no:cacheprovider", "test_row.py")
+    assert "passed" in run_with(copy, "-m", "pytest", "-q", "-p", "no:cacheprovider", "test_row.py")
 
 
 def test_a_new_eviction_policy_is_a_class(copy: Path) -> None:
     policy = on_page("CONTRIBUTING.md", "class Largest")
     insert(copy / "kvkit/tiers/eviction/policies.py", "POLICIES: ", f"{policy}\n")
     command = ("simulate", "chat", "--requests", "50", "--compare", "lru,largest")
-    assert "largest" in run(copy, "-c", "from kvkit.cli import main; main()", *command)
+    assert "largest" in run_with(copy, "-c", "from kvkit.cli import main; main()", *command)
     (copy / "kvkit.toml").write_text('[tiers.memory]\ncapacity = "1MiB"\neviction = "largest"\n')
-    run(copy, "-c", "from kvkit.config import load_config; load_config('kvkit.toml')")
+    run_with(copy, "-c", "from kvkit.config import load_config; load_config('kvkit.toml')")
     (copy / "evict.py").write_text(
         """
 from kvkit.tiers.eviction.state import EvictionState, add_run
@@ -92,4 +74,4 @@ sizes = {"a": 2, "b": 3, "c": 1, "d": 2}
 assert [add_run(state, (name,), size)[1] for name, size in sizes.items()] == [[], [], [], ["b"]]
 """
     )
-    run(copy, "evict.py")
+    run_with(copy, "evict.py")

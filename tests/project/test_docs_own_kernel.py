@@ -3,35 +3,17 @@
 from __future__ import annotations
 
 import re
-import shutil
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
-from page_blocks import ROOT, environment, on_page
-from repository import SUPPORT
+from page_blocks import on_page
+from product_copy import copy_product, run_with
 
 
 @pytest.fixture
 def copy(tmp_path: Path) -> Path:
     """A folder with a copy of kvkit."""
-    shutil.copytree(ROOT / "kvkit", tmp_path / "kvkit", ignore=shutil.ignore_patterns("__pycache__"))
-    return tmp_path
-
-
-def run(copy: Path, *arguments: str, **more: str) -> str:
-    """What Python prints, with the copy in place of kvkit and more of an environment."""
-    done = subprocess.run(
-        [sys.executable, *arguments],
-        cwd=copy,
-        env=environment(copy, PYTHONPATH=f"{copy}:{SUPPORT}", **more),
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-4000:]
-    return done.stdout
+    return copy_product(tmp_path)
 
 
 @pytest.mark.nightly
@@ -73,7 +55,7 @@ with pytest.raises(LaunchError, match="sources: .* int32"):
     copy_blocks(pages, first.int(), first + 2)
 """
     )
-    run(copy, "interpret.py", TRITON_INTERPRET="1")
+    run_with(copy, "interpret.py", TRITON_INTERPRET="1")
 
     (copy / "compile.py").write_text(
         """
@@ -88,6 +70,6 @@ if __name__ == "__main__":
     assert faults(reports, problems()) == []
 """
     )
-    run(copy, "compile.py", TRITON_INTERPRET="0")
+    run_with(copy, "compile.py", TRITON_INTERPRET="0")
     tune = "from kvkit.cli import main; main()", "tune", "--op", "copy_blocks", "--target", "sm_90"
-    assert "6 configurations, 0 of them not worth a run" in run(copy, "-c", *tune, TRITON_INTERPRET="0")
+    assert "6 configurations, 0 of them not worth a run" in run_with(copy, "-c", *tune, TRITON_INTERPRET="0")

@@ -48,9 +48,11 @@ def test_a_dear_file_fails_the_run(tmp_path: Path) -> None:
 
 
 def test_time_of_processes_that_run_counts() -> None:
-    code = "import time\nwhile time.process_time() < 0.5: pass\nprint(flush=True)\ntime.sleep(100)"
+    code = "import time\nwhile time.process_time() < 0.5: pass\ninput('ready\\n')"
     before = core_seconds()
-    with subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE) as process:
+    with subprocess.Popen(
+        [sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE
+    ) as process:
         assert process.stdout is not None
         process.stdout.readline()
         assert core_seconds() - before > 0.4
