@@ -15,7 +15,7 @@ import pytest
 import run_costs
 import torch
 from hypothesis import HealthCheck, Phase, settings
-from repository import TESTS
+from repository import ROOT, TESTS
 from worker_deaths import pytest_handlecrashitem  # noqa: F401 - a hook
 
 from kvkit.cache import Cache
@@ -83,6 +83,10 @@ def is_slow(path: Path) -> bool:
     return path.stem not in QUICK and any(word in path.stem for word in SLOW)
 
 
+def is_of_vllm(path: Path) -> bool:
+    return path.parent == TESTS / "vllm_adapter"
+
+
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--quick", action="store_true", help="leave out the files that take long")
     parser.addoption(
@@ -106,9 +110,17 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
     return None
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Files that take long come first: the quick ones keep every process busy to the end."""
+def pytest_collection_modifyitems(items: list[pytest.Item], config: pytest.Config) -> None:
+    """Files that take long come first: the quick ones keep every process busy to the end.
+
+    With --dist loadgroup, tests of vLLM run in one process: each that starts engines imports vLLM twice.
+    """
     items.sort(key=lambda item: not is_slow(item.path))
+    if config.getoption("dist", default="") == "loadgroup":
+        items.sort(key=lambda item: not is_of_vllm(item.path))
+        for item in items:
+            group = "vllm" if is_of_vllm(item.path) else str(item.path.relative_to(ROOT))
+            item.add_marker(pytest.mark.xdist_group(group))
 
 
 def pytest_collection_finish() -> None:
@@ -117,6 +129,18 @@ def pytest_collection_finish() -> None:
     gc.collect()
     gc.freeze()
     gc.set_threshold(*gc.get_threshold()[:2], 100)
+
+
+FILE = pytest.StashKey[Path]()
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    """Spare searches for garbage what earlier files left, such as modules: some tests ask for a whole one."""
+    if item.config.stash.get(FILE, None) != item.path:
+        item.config.stash[FILE] = item.path
+        gc.collect()
+        gc.freeze()
 
 
 def pytest_unconfigure() -> None:

@@ -115,6 +115,7 @@ def test_runs_that_differ_are_counted(out: Path, monkeypatch: pytest.MonkeyPatch
     assert [line["differ"] for line in rehearse("determinism", out)] == [1] * len(three())
 
 
+@pytest.mark.nightly
 def test_tools_run_over_kernels_and_what_they_say_is_kept(out: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PATH", os.environ["PATH"])
     stand_in(out, "compute-sanitizer", "echo '========= ERROR SUMMARY: 3 errors'; exit 86")

@@ -10,6 +10,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
 from repository import ROOT
 from terminals import assert_whole
 
@@ -77,6 +78,7 @@ def test_what_passed_before_it_was_killed_is_kept(tmp_path: Path) -> None:
     assert kept(tmp_path) == ["some::first"]
 
 
+@pytest.mark.nightly
 def test_pytest_measures_a_benchmark_as_it_is_typed() -> None:
     """Without an option, and with --benchmark-only alone: a table, and a ratio for each way."""
     environment = {name: value for name, value in os.environ.items() if not name.startswith("PYTEST_XDIST")}

@@ -474,6 +474,7 @@ def test_recomputing_everything_through_triton_is_a_full_prefill(kind: str) -> N
         assert close(ours.room_v, theirs.room_v)
 
 
+@pytest.mark.nightly
 def test_recomputing_everything_is_a_full_prefill_of_smollm2() -> None:
     model = transformers.AutoModelForCausalLM.from_pretrained(smollm2.fetch(), dtype=torch.float32).eval()
     decoder = HuggingFaceDecoder(model)

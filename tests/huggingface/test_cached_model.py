@@ -153,6 +153,7 @@ def smollm() -> Any:
     return transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
 
 
+@pytest.mark.nightly
 def test_smollm2_over_processes(smollm: Any, tmp_path: Path) -> None:
     tokens = np.random.default_rng(3).integers(1000, 40_000, 300, np.int32)
     plain = CachedModel(smollm, probe_layout(smollm), None)

@@ -28,7 +28,7 @@ COMMANDS = (
             field,
             value,
             # the demo begins with a process of its own, which takes long
-            marks=[pytest.mark.nightly] if command.startswith("demo") and field != "vocab_size" else [],
+            marks=[pytest.mark.nightly] if command.startswith("demo") else [],
         )
         for command in COMMANDS
         for field, value in (

@@ -36,6 +36,7 @@ from jax_arrays import (
     to_torch,
 )
 from jax_reference import EMULATED, TRITON_CALL, nvidia
+from run_sizes import nightly
 
 from kvkit.format.rope import Rope
 from kvkit.kernels.attention import jax as attention
@@ -138,11 +139,8 @@ def tiles(rows: int, keys: int) -> Iterator[None]:
 
 
 @pytest.mark.parametrize("form", FORMS)
-@pytest.mark.parametrize(
-    "dtype",
-    [name if name == "float32" else pytest.param(name, marks=pytest.mark.nightly) for name in FLOATS],
-)
-@pytest.mark.parametrize(("window", "softcap"), [(None, None), (9, 2.0), (1, None)])
+@pytest.mark.parametrize("dtype", ["float32", *nightly("float16", "bfloat16")])
+@pytest.mark.parametrize(("window", "softcap"), [(9, 2.0), *nightly((None, None), (1, None))])
 def test_attention(form: str, dtype: str, window: int | None, softcap: float | None) -> None:
     """Rows, lengths, positions and tables are data: 12 problems, compiled once."""
     with tiles(8, 12):
@@ -158,6 +156,7 @@ def test_attention(form: str, dtype: str, window: int | None, softcap: float | N
         (2, 1, 17, 16, 16, 4, 9, 9),  # and a prime number of them
     ],
 )
+@pytest.mark.nightly
 @pytest.mark.parametrize("window", [None, 20])
 def test_attention_in_tiles_of_16(shape: Any, window: int | None) -> None:
     with tiles(8, 12):
@@ -165,7 +164,7 @@ def test_attention_in_tiles_of_16(shape: Any, window: int | None) -> None:
             attention_case(seed, "float32", window, None, "pallas", shape)
 
 
-@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("form", ["xla", *nightly("pallas")])
 @settings(max_examples=4, deadline=None)
 @given(
     requests=st.integers(1, 4),
@@ -193,14 +192,14 @@ def test_attention_of_any_shape(
     attention_case(seed, "float32", None, None, form, (requests, heads, group, size, v_size, n, per, m))
 
 
-def test_ids_of_64_bits() -> None:
+@pytest.mark.parametrize("form", ["xla", *nightly("pallas")])
+def test_ids_of_64_bits(form: str) -> None:
     with jax.enable_x64(True):
-        for form in FORMS:
-            attention_case(0, "float32", 9, 2.0, form)
+        attention_case(0, "float32", 9, 2.0, form)
         check_scores(0, None, None, True)
 
 
-@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("form", ["xla", *nightly("pallas")])
 def test_keys_beyond_a_row_do_not_change_it(form: str) -> None:
     k, v, tables = paged(1, 1, 4, (8, 8), "float32", 6, 0)
     q, positions = torch.randn(3, 2, 8), torch.tensor([0, 5, 11])
@@ -371,7 +370,7 @@ def test_attention_needs_no_matrix_of_scores() -> None:
         assert compiled.memory_analysis().temp_size_in_bytes < matrix_bytes / 100
 
 
-@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("form", ["xla", *nightly("pallas")])
 def test_without_values_or_rows(form: str) -> None:
     """Without values, as `query_scores` asks for the logsumexp alone: callers may not."""
     k, v, tables = paged(1, 2, 4, (8, 6), "float32", 6, 0)

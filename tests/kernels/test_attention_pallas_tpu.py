@@ -13,6 +13,7 @@ import pytest
 from jax.sharding import AbstractMesh, AxisType
 from jax.sharding import PartitionSpec as P
 from jax_reference import EMULATED, Problem, attention, problem
+from run_sizes import nightly
 
 from kvkit.kernels.attention import jax as functions
 from kvkit.kernels.attention import pallas_tpu
@@ -24,12 +25,14 @@ TPU_CALL = "tpu_custom_call"
 @pytest.mark.parametrize(
     ("shape", "scoring"),
     [
-        ({}, Scoring(0.35)),
         ({"heads": 2, "blocks": (16, 11), "m": 29}, Scoring(0.35, 40, 2.0)),  # several pages a step
-        ({"heads": 2, "blocks": (16, 11), "m": 90}, Scoring(0.0)),  # several tiles of rows
-        ({"heads": 1, "group": 71, "blocks": (32, 5)}, Scoring(0.35, 6)),
-        ({"heads": 1, "group": 16, "sizes": (72, 64), "blocks": (64, 3), "m": 5}, Scoring(0.2)),
-        ({"dtype": "bfloat16", "blocks": (48, 3)}, Scoring(0.35)),
+        *nightly(
+            ({}, Scoring(0.35)),
+            ({"heads": 2, "blocks": (16, 11), "m": 90}, Scoring(0.0)),  # several tiles of rows
+            ({"heads": 1, "group": 71, "blocks": (32, 5)}, Scoring(0.35, 6)),
+            ({"heads": 1, "group": 16, "sizes": (72, 64), "blocks": (64, 3), "m": 5}, Scoring(0.2)),
+            ({"dtype": "bfloat16", "blocks": (48, 3)}, Scoring(0.35)),
+        ),
     ],
 )
 def test_it_is_what_attention_means(shape: dict[str, Any], scoring: Scoring) -> None:

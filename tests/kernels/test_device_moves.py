@@ -14,6 +14,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
+from run_sizes import examples
 from test_pages_numba import Conversion, Job, check, check_conversion, conversions, jobs
 
 from kvkit.format.rope import Rotation
@@ -69,13 +70,13 @@ budgets = st.integers(0, 5000)
 """In bytes: less than a record of the jobs, and more than all of them."""
 
 
-@settings(max_examples=10, deadline=None)
+@settings(max_examples=examples(10), deadline=None)
 @given(job=jobs(), budget=budgets, reached=st.integers(0, 3))
 def test_any_layout_in_turns(job: Job, budget: int, reached: int) -> None:
     check(job, through_a_buffer(budget, reached))
 
 
-@settings(max_examples=5, deadline=None)
+@settings(max_examples=examples(5), deadline=None)
 @given(conversion=conversions(), budget=budgets)
 def test_any_conversion_in_turns(conversion: Conversion, budget: int) -> None:
     check_conversion(conversion, through_a_buffer(budget, 2))

@@ -100,6 +100,7 @@ def test_every_problem_has_a_bucket_of_its_own() -> None:
     assert {name for problem in problems for name in problem.names} == {"pack", "unpack"}
 
 
+@pytest.mark.nightly
 def test_the_host_is_tuned_without_triton(tmp_path: Path) -> None:
     """Which a torch for CPUs does not bring."""
     script = (

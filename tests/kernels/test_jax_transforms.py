@@ -18,6 +18,7 @@ from jax.sharding import SingleDeviceSharding
 from jax_reference import TRITON_CALL, nvidia, problem
 from jax_reference import attention as plain_attention
 from repository import SUPPORT
+from run_sizes import nightly
 
 from kvkit.format.layout import LayerGroup, Precision
 from kvkit.format.rope import Rope
@@ -103,7 +104,7 @@ def test_vmap_over_ids_and_requests() -> None:
 
 @pytest.mark.parametrize(
     ("scoring", "dtype"),
-    [(Scoring(0.35), "float32"), (Scoring(0.0, 6), "bfloat16")],
+    [(Scoring(0.0, 6), "bfloat16"), *nightly((Scoring(0.35), "float32"))],
 )
 def test_attention_is_what_it_means(scoring: Scoring, dtype: str) -> None:
     """XLA's, and that of the kernel for GPUs in Pallas' interpreter."""

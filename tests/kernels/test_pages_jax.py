@@ -15,7 +15,6 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from jax_arrays import (
-    FLOATS,
     NUMPY,
     POISON,
     ROPES,
@@ -33,6 +32,7 @@ from jax_arrays import (
     to_torch,
 )
 from numpy.typing import NDArray
+from run_sizes import nightly
 
 from kvkit.format.layout import ITEM_BYTES, LayerGroup, Precision
 from kvkit.format.rope import Rope, Rotation
@@ -141,7 +141,7 @@ def test_64_bit_slots() -> None:
 
 
 @pytest.mark.parametrize("to", ["fp8", "int8"])
-@pytest.mark.parametrize("dtype", FLOATS)
+@pytest.mark.parametrize("dtype", ["bfloat16", *nightly("float32", "float16")])
 @pytest.mark.parametrize("v_size", [0, 6])
 def test_codes_equal_the_reference_bit_by_bit(to: Precision, dtype: str, v_size: int) -> None:
     group = replace(SMALL, dtype=dtype, v_size=v_size, precision=to)
@@ -177,7 +177,7 @@ def test_what_is_not_finite_spoils_its_own_row(to: Precision, bad: float) -> Non
     np.testing.assert_array_equal(back, np.asarray(kernels.dequantise(good, 8, 6, to)))
 
 
-@pytest.mark.parametrize("dtype", FLOATS)
+@pytest.mark.parametrize("dtype", ["bfloat16", *nightly("float32", "float16")])
 @pytest.mark.parametrize("name", ROPES)
 @pytest.mark.parametrize(("by", "compiled"), [("chunk", False), ("token", True)])
 def test_unpack_rotates(dtype: str, name: str, by: str, compiled: bool) -> None:
@@ -207,7 +207,7 @@ def test_unpack_rotates(dtype: str, name: str, by: str, compiled: bool) -> None:
 
 
 @pytest.mark.parametrize("to", ["fp8", "int8"])
-@pytest.mark.parametrize("dtype", FLOATS)
+@pytest.mark.parametrize("dtype", ["bfloat16", *nightly("float32", "float16")])
 def test_unpack_rotates_what_was_quantised(to: Precision, dtype: str) -> None:
     """In float32 from the codes on: rounded once."""
     rope, group = ROPES["half"], replace(SMALL, dtype=dtype, precision=to)

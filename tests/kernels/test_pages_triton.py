@@ -13,9 +13,8 @@ import triton
 import triton.language as tl
 from hypothesis import given, settings
 from numpy.typing import NDArray
-from run_sizes import examples
+from run_sizes import examples, nightly
 from test_pages_numba import (
-    FLOATS,
     POISON,
     SMALL,
     Conversion,
@@ -77,7 +76,7 @@ def test_widths(gap: int) -> None:
 
 
 @pytest.mark.parametrize("interleaved", [False, True])
-@pytest.mark.parametrize("dtype", FLOATS)
+@pytest.mark.parametrize("dtype", ["bfloat16", *nightly("float16", "float32")])
 @pytest.mark.parametrize("precision", [None, "fp8", "int8"])
 def test_vectors(interleaved: bool, dtype: str, precision: Any) -> None:
     """Sizes that take the widest vectors: a latent whose last channels are rotary, skipped tokens, apart."""

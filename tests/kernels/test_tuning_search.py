@@ -477,6 +477,7 @@ def test_wrong_arguments(arguments: tuple[str, ...], words: tuple[str, ...]) -> 
         assert word in result.stderr
 
 
+@pytest.mark.nightly
 def test_compiling_for_a_target(tmp_path: Path) -> None:
     """Every configuration of one operation, with or without a GPU."""
     path = tmp_path / "compiled.json"

@@ -17,6 +17,7 @@ import browser
 import pytest
 from browser import Browser
 from repository import ROOT
+from run_sizes import nightly
 
 WIDTHS = (1280, 390)
 WIDER = """
@@ -98,13 +99,17 @@ def test_a_table_wider_than_the_window_is_noticed(window: Browser) -> None:
     assert window.evaluate(WIDER) is None
 
 
-def test_no_page_scrolls_sideways_or_asks_another_host(site: Path, address: str, window: Browser) -> None:
+@pytest.mark.parametrize("share", [5, *nightly(1)])
+def test_no_page_scrolls_sideways_or_asks_another_host(
+    site: Path, address: str, window: Browser, share: int
+) -> None:
+    """Every page in `make nightly`, one of five in CI."""
     wider = []
     pages = sorted(path.parent.relative_to(site).as_posix() for path in site.rglob("index.html"))
     assert len(pages) > 50
     # every page would read it anew, which takes most of the time
     window.call("Network.setBlockedURLs", urls=["*/search_index.json"])
-    for page in pages:
+    for page in pages[::share]:
         window.open(f"{address}{page}/")
         for width in WIDTHS:
             window.resize(width)

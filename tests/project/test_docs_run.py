@@ -17,6 +17,7 @@ import numpy as np
 import page_blocks
 import pytest
 from page_blocks import blocks, changed, check_printed, environment, on_page, run_page, run_shell
+from run_sizes import nightly
 from s3_fixture import s3  # noqa: F401 - a fixture
 from small_models import save_with_tokenizer
 
@@ -431,7 +432,23 @@ def test_the_tier_that_is_shown_keeps_the_contract(tmp_path: Path, monkeypatch: 
     monkeypatch.delitem(sys.modules, "sqlite_tier")
 
 
-@pytest.mark.parametrize("size", [pytest.param("whole", marks=pytest.mark.nightly), "small"])
+TWICE = """
+import os, sys
+import torch, transformers  # once, for that takes longer than the rest
+
+for said in ("", "the second process\\n"):
+    print(said, end="", flush=True)
+    child = os.fork()
+    if not child:
+        exec(sys.argv[1])
+        sys.exit()
+    if os.waitpid(child, 0)[1]:
+        sys.exit(1)
+"""
+"""A program that runs another twice, in a process each."""
+
+
+@pytest.mark.parametrize("size", ["small", *nightly("whole")])
 def test_the_readme_example_reuses_what_it_stored(size: str, tmp_path: Path) -> None:
     code = on_page("README.md", "import torch")
     assert len(code.splitlines()) <= 20
@@ -439,17 +456,17 @@ def test_the_readme_example_reuses_what_it_stored(size: str, tmp_path: Path) -> 
         model = save_with_tokenizer(tmp_path / "model")
         code = changed(code, {"smollm2.fetch()": repr(str(model))})
     here = environment(tmp_path)  # a home of its own for the store; the model is where it was
-    runs = [
-        subprocess.run([sys.executable, "-c", code], env=here, capture_output=True, text=True, check=False)
-        for _ in range(2)
-    ]
-    assert [run.returncode for run in runs] == [0, 0], runs[0].stderr + runs[1].stderr
-    assert runs[0].stdout.startswith("{} ")
-    assert runs[1].stdout.startswith("{'disk': ")
+    command = [sys.executable, "-c", TWICE, code]
+    run = subprocess.run(command, env=here, capture_output=True, text=True, check=False)
+    assert run.returncode == 0, run.stderr
+    first, second = run.stdout.split("the second process\n")
+    assert first.startswith("{} ")
+    assert second.startswith("{'disk': ")
     assert stat.S_IMODE((tmp_path / ".cache" / "kvkit" / "store").stat().st_mode) == 0o700
 
 
-@pytest.mark.parametrize("size", [pytest.param("whole", marks=pytest.mark.nightly), "small"])
+@pytest.mark.nightly
+@pytest.mark.parametrize("size", ["whole", "small"])
 def test_the_programs_of_the_page_on_hugging_face(size: str, tmp_path: Path) -> None:
     page = "docs/research/huggingface.md"
     first = on_page("docs/research/huggingface.md", "import numpy as np")

@@ -6,10 +6,15 @@ import shutil
 import subprocess
 import sys
 import zipfile
+from importlib.metadata import requires
 from pathlib import Path
 
 import pytest
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
 from repository import ROOT
+
+from kvkit.environment import DISTRIBUTION
 
 
 def tracked(*folders: str) -> set[str]:
@@ -116,3 +121,21 @@ def test_what_is_imported_leaves_alone(modules: str, packages: set[str]) -> None
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
     assert "kvkit" in done.stdout.split()
     assert not packages & set(done.stdout.split())
+
+
+def test_what_contributors_install_is_pinned() -> None:
+    """`make setup` installs the pins alone, for asking what else is wanted takes pip long."""
+    lines = "".join(path.read_text() for path in (ROOT / "constraints").glob("*.txt")).splitlines()
+    pinned = dict(line.split("#")[0].strip().lower().split("==") for line in lines if "==" in line)
+    pins = {canonicalize_name(name): version for name, version in pinned.items()}
+    asked, seen = {"dev", "paper"}, set[str]()
+    while asked - seen:
+        extra = min(asked - seen)
+        seen.add(extra)
+        for wanted in map(Requirement, requires(DISTRIBUTION) or []):
+            if wanted.marker is None or wanted.marker.evaluate({"extra": extra}):
+                name = canonicalize_name(wanted.name)
+                if name == DISTRIBUTION:
+                    asked |= wanted.extras
+                else:
+                    assert wanted.specifier.contains(pins[name]), wanted

@@ -38,7 +38,7 @@ from simulation.router_network import Exchange
 from simulation.scheduler import Carriers, Scheduler, Violation
 from simulation.world import World
 
-PARTS = 2
+PARTS = 2 if NIGHTLY else 1
 """Tests that they are divided into."""
 SHARE = 1 if NIGHTLY else 15
 """CI has time for every so many seeds of the budget; `make nightly` for all."""

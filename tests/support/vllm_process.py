@@ -70,7 +70,7 @@ class Fork:
         asked = {
             "module": module,
             "arguments": list(arguments),
-            "environment": os.environ | FORKED | environment,
+            "environment": _inherited() | FORKED | environment,
             "folder": str(folder or Path.cwd()),
             "network": network,
         }
@@ -101,6 +101,11 @@ class Fork:
     def __del__(self) -> None:
         if hasattr(self, "_ended"):
             os.close(self._ended)
+
+
+def _inherited() -> dict[str, str]:
+    """This process's variables but for one that vLLM sets in it, with which engines import all anew."""
+    return {name: value for name, value in os.environ.items() if name != METHOD}
 
 
 @cache

@@ -106,6 +106,7 @@ def namespaces() -> tuple[str, ...] | None:
     return None
 
 
+@pytest.mark.nightly
 def test_a_read_only_file_system(tmp_path: Path) -> None:
     """The package itself lies on one."""
     own = namespaces()
@@ -158,6 +159,7 @@ def test_a_user_without_a_home(monkeypatch: pytest.MonkeyPatch) -> None:
         kvkit.environment.keep_verdict("blend", ["weights"], {})
 
 
+@pytest.mark.nightly
 def test_doctor_says_that_nothing_can_be_written(package: Path, tmp_path: Path) -> None:
     done = run("from kvkit.cli import main; main()", package, tmp_path, after=("doctor",))
     assert "kernels on the CPU: ok" in done.stdout

@@ -178,7 +178,7 @@ def test_flush_ends_while_another_store_is_under_way(tmp_path: Path) -> None:
         cache.store(sequence(1, 2), engine.places(table), to=["second"])
         tiers[0].release()
         flush.result(DEADLINE_S)
-        assert cache.pending_writes() == 1
+        wait_for(lambda: cache.pending_writes() == 1)  # its array is described in a thread of its tier
         tiers[1].release()
 
 

@@ -12,6 +12,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, rule
 pytest.importorskip("vllm")
 
 from blend_scheduler_life import CHUNK, Life
+from run_sizes import examples
 
 SYSTEM = list(range(1, 11))
 DOCUMENTS = [list(range(100 * i, 100 * i + size)) for i, size in ((1, 17), (2, 24), (3, 12), (4, 20), (5, 9))]
@@ -102,7 +103,7 @@ class BlendMachine(RuleBasedStateMachine):
 
 
 TestBlendMachine = BlendMachine.TestCase
-TestBlendMachine.settings = settings(max_examples=25, stateful_step_count=25, deadline=None)
+TestBlendMachine.settings = settings(max_examples=examples(25), stateful_step_count=25, deadline=None)
 
 
 @pytest.mark.parametrize("windows", [False, True])

@@ -140,6 +140,7 @@ def test_snapshots_that_are_lost_or_damaged(served: Served) -> None:
     assert error(again, expected) < TOLERANCE
 
 
+@pytest.mark.nightly
 def test_requests_that_are_preempted(process: Engine, model: Path, tmp_path: Path) -> None:
     """They go on from a hit, and each token is as likely as where plain vLLM computes all before it anew."""
     crowd = [prompt(250, seed=20 + i, vocabulary=VOCABULARY) for i in range(4)]
