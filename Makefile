@@ -52,10 +52,10 @@ $(VENV)/demo.stamp: pyproject.toml $(PINS)
 	$(COMPILE)
 	touch $@
 
-# pip works on one core: two install what is pinned, which is all that the extras ask for
+# pip works on one core: two at a time install what is pinned, which is all that the extras ask for, in six parts
 $(VENV)/dev.stamp: pyproject.toml $(PINS) $(VLLM)
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
-	grep -h == $(PINS) $(VLLM) | split -n r/2 - $(VENV)/pins.
+	grep -h == $(PINS) $(VLLM) | split -n r/6 - $(VENV)/pins.
 	printf '%s\n' $(VENV)/pins.?? | xargs -P 2 -n 1 $(PIP) --no-deps -r
 	$(PIP) --no-deps --no-build-isolation -e .
 	$(COMPILE)
@@ -73,7 +73,7 @@ browser: $(VENV)/dev.stamp  ## a headless Chromium for the site's tests, in ~/.c
 	-$(BIN)/python tests/support/browser.py
 
 tests: $(VENV)/dev.stamp browser
-	$(PYTEST) --dist loadgroup $(DAILY) $(addprefix --ignore=,$(ENGINES))
+	$(PYTEST) --one-for-vllm $(DAILY) $(addprefix --ignore=,$(ENGINES))
 
 $(NEXT_VLLM)/stamp: tests/tools/next_vllm.py | $(VENV)/dev.stamp
 	$(BIN)/python tests/tools/next_vllm.py $(NEXT_VLLM_VERSION) $(@D)

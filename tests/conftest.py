@@ -15,8 +15,9 @@ import pytest
 import run_costs
 import torch
 from hypothesis import HealthCheck, Phase, settings
-from repository import ROOT, TESTS
+from repository import TESTS
 from worker_deaths import pytest_handlecrashitem  # noqa: F401 - a hook
+from xdist.scheduler import LoadFileScheduling
 
 from kvkit.cache import Cache
 from kvkit.staging import Staging
@@ -75,6 +76,8 @@ SLOW = (
     *("hybrid_models", "odd_configs", "quirky", "worker_deaths"),
 )
 """Words in the names of test files that start engines, servers or compilers, read models, or take long."""
+OF_VLLM = "tests/vllm_adapter/"
+"""Where the tests of vLLM are."""
 QUICK = ("test_gpu_ordering", "test_quality_tasks")
 """Test files that take little time, although their names have a word of `SLOW`."""
 
@@ -83,12 +86,9 @@ def is_slow(path: Path) -> bool:
     return path.stem not in QUICK and any(word in path.stem for word in SLOW)
 
 
-def is_of_vllm(path: Path) -> bool:
-    return path.parent == TESTS / "vllm_adapter"
-
-
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--quick", action="store_true", help="leave out the files that take long")
+    parser.addoption("--one-for-vllm", action="store_true", help="run the tests of vLLM in one process")
     parser.addoption(
         "--keep-costs", action="store_true", help="write what each test file costs as its budget"
     )
@@ -110,17 +110,22 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
     return None
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item], config: pytest.Config) -> None:
-    """Files that take long come first: the quick ones keep every process busy to the end.
+class OneProcessForVllm(LoadFileScheduling):
+    """Files as they come to processes, but those of vLLM all to one, for each must import vLLM twice."""
 
-    With --dist loadgroup, tests of vLLM run in one process: each that starts engines imports vLLM twice.
-    """
-    items.sort(key=lambda item: not is_slow(item.path))
-    if config.getoption("dist", default="") == "loadgroup":
-        items.sort(key=lambda item: not is_of_vllm(item.path))
-        for item in items:
-            group = "vllm" if is_of_vllm(item.path) else str(item.path.relative_to(ROOT))
-            item.add_marker(pytest.mark.xdist_group(group))
+    def _split_scope(self, nodeid: str) -> str:
+        file: str = super()._split_scope(nodeid)
+        return OF_VLLM if file.startswith(OF_VLLM) else file
+
+
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> LoadFileScheduling | None:
+    """With --one-for-vllm, run the tests of vLLM in one process."""
+    return OneProcessForVllm(config, log) if config.getoption("--one-for-vllm", default=False) else None
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Files that take long come first, those of vLLM above all: the quick ones keep every process busy."""
+    items.sort(key=lambda item: (not item.nodeid.startswith(OF_VLLM), not is_slow(item.path)))
 
 
 def pytest_collection_finish() -> None:
