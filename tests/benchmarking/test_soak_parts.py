@@ -87,6 +87,8 @@ def run(
 
     def start(command: list[str], **more: Any) -> subprocess.Popen[bytes]:
         name = command[2].removeprefix("benchmarks.soak.")
+        if name not in programs:  # git, which is asked for the commit
+            return popen(command, **more)
         return popen([command[0], "-c", SAYS.replace("_, _, ", "_, ") + programs[name], *command[3:]], **more)
 
     monkeypatch.setattr(subprocess, "Popen", start)
@@ -161,7 +163,12 @@ open(sys.argv[-1], "w").write(sys.argv[1])
 '''
 found = {json.dumps(part())!r}
 python = [sys.executable, "-c", says, found]
-soak.subprocess.Popen = lambda command, **more: popen([*python, *command[3:]], **more)
+
+def instead(command, **more):
+    is_soak = command[2].startswith("benchmarks.soak.")
+    return popen([*python, *command[3:]] if is_soak else command, **more)
+
+soak.subprocess.Popen = instead
 sys.argv[1:] = ["--at-once", "1", "--json", str(folder / "soak.json")]
 sys.exit(soak.main())
 """
