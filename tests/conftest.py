@@ -82,6 +82,7 @@ SLOW = (
 """Words in the names of test files that start engines, servers or compilers, read models, or take long."""
 OF_VLLM = "tests/vllm_adapter/"
 """Where the tests of vLLM are."""
+NIGHTLY_TIMEOUT_S = 900
 QUICK = ("test_gpu_ordering", "test_quality_tasks")
 """Test files that take little time, although their names have a word of `SLOW`."""
 
@@ -128,8 +129,14 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> LoadFileSche
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Files that take long come first, those of vLLM above all: the quick ones keep every process busy."""
+    """Files that take long come first, those of vLLM above all: the quick ones keep every process busy.
+
+    Tests of the night have time: others may run beside them.
+    """
     items.sort(key=lambda item: (not item.nodeid.startswith(OF_VLLM), not is_slow(item.path)))
+    for item in items:
+        if item.get_closest_marker("nightly") and not item.get_closest_marker("timeout"):
+            item.add_marker(pytest.mark.timeout(NIGHTLY_TIMEOUT_S))
 
 
 def pytest_collection_finish() -> None:
