@@ -80,11 +80,12 @@ SLOW = (
     *("hybrid_models", "odd_configs", "quirky", "worker_deaths"),
 )
 """Words in the names of test files that start engines, servers or compilers, read models, or take long."""
-OF_VLLM = "tests/vllm_adapter/"
-"""Where the tests of vLLM are."""
-NIGHTLY_TIMEOUT_S = 900
 QUICK = ("test_gpu_ordering", "test_quality_tasks")
 """Test files that take little time, although their names have a word of `SLOW`."""
+OF_VLLM = "tests/vllm_adapter/"
+"""Folder of the tests of vLLM, as the ids of tests begin."""
+NIGHTLY_TIMEOUT_S = 900
+"""Limit of a test of the night that names none: others may run beside it."""
 
 
 def is_slow(path: Path) -> bool:
@@ -129,10 +130,7 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> LoadFileSche
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Files that take long come first, those of vLLM above all: the quick ones keep every process busy.
-
-    Tests of the night have time: others may run beside them.
-    """
+    """Put files that take long first, vLLM's above all: the quick ones keep every process busy to the end."""
     items.sort(key=lambda item: (not item.nodeid.startswith(OF_VLLM), not is_slow(item.path)))
     for item in items:
         if item.get_closest_marker("nightly") and not item.get_closest_marker("timeout"):
@@ -153,7 +151,7 @@ FILE = pytest.StashKey[Path]()
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_runtest_setup(item: pytest.Item) -> None:
-    """Spare searches for garbage what earlier files left, such as modules: some tests ask for a whole one."""
+    """Exempt what earlier files left, such as modules, from garbage collection: some tests collect all."""
     if item.config.stash.get(FILE, None) != item.path:
         item.config.stash[FILE] = item.path
         gc.collect()

@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 from memory_limits import Measured
 from page_blocks import ROOT
+from run_sizes import nightly
 from typer.testing import CliRunner
 
 from kvkit import cli
@@ -371,7 +372,7 @@ def test_memory_holds_no_text(tmp_path: Path) -> None:
         assert process.peak_bytes(read_trace, path, prepare=read_trace) < path.stat().st_size / 4
 
 
-@pytest.mark.parametrize("requests", [30_000, pytest.param(1_000_000, marks=pytest.mark.nightly)])
+@pytest.mark.parametrize("requests", [30_000, *nightly(1_000_000)])
 def test_the_memory_of_many_requests(requests: int, tmp_path: Path) -> None:
     """What the requests take, and the names of their chunks; `bench_simulate.py` measures time."""
     write_turns(few := tmp_path / "few.jsonl", 1)

@@ -466,12 +466,9 @@ def test_the_readme_example_reuses_what_it_stored(size: str, tmp_path: Path) -> 
 
 
 @pytest.mark.nightly
-@pytest.mark.parametrize("size", ["whole", "small"])
-def test_the_programs_of_the_page_on_hugging_face(size: str, tmp_path: Path) -> None:
+def test_the_programs_of_the_page_on_hugging_face(tmp_path: Path) -> None:
     page = "docs/research/huggingface.md"
     first = on_page("docs/research/huggingface.md", "import numpy as np")
-    if size == "small":  # another model alone
-        first = changed(first, {"smollm2.fetch()": repr(str(save_with_tokenizer(tmp_path / "model")))})
     second = on_page("docs/research/huggingface.md", "with CachedModel.open")
     here = environment(tmp_path)
     run = subprocess.run(

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from run_sizes import NIGHTLY
+from run_sizes import NIGHTLY, nightly
 
 pytest.importorskip("aiohttp")
 pytest.importorskip("zmq")
@@ -38,8 +38,6 @@ from simulation.router_network import Exchange
 from simulation.scheduler import Carriers, Scheduler, Violation
 from simulation.world import World
 
-PARTS = 2 if NIGHTLY else 1
-"""Tests that they are divided into."""
 SHARE = 1 if NIGHTLY else 15
 """CI has time for every so many seeds of the budget; `make nightly` for all."""
 MENDED = {
@@ -52,13 +50,10 @@ MENDED = {
 SAMPLE = (
     "evicted records keep their slots",
     "the names of new folders are not synced",
-    *(
-        pytest.param(what, marks=pytest.mark.nightly)
-        for what in (
-            "a flush does not hear of the last put",
-            "what is queued when a link ends is told to nobody",
-            "a client that leaves does not end its request to the engine",
-        )
+    *nightly(
+        "a flush does not hear of the last put",
+        "what is queued when a link ends is told to nobody",
+        "a client that leaves does not end its request to the engine",
     ),
 )
 
@@ -73,17 +68,14 @@ def carriers() -> Carriers:
     return Carriers()
 
 
-@pytest.mark.parametrize("part", range(PARTS))
 @pytest.mark.parametrize("scenario", SCENARIOS)
-def test_no_seed_finds_anything(scenario: str, part: int) -> None:
-    count = BUDGET[scenario] // PARTS // SHARE
-    first = part * (BUDGET[scenario] // PARTS)
+def test_no_seed_finds_anything(scenario: str) -> None:
+    count = BUDGET[scenario] // SHARE
     run = subprocess.run(
         [
             *(sys.executable, "-m", "simulation"),
             "--scenario",
             scenario,
-            f"--first={first}",
             f"--seeds={count}",
         ],
         env={**os.environ, "PYTHONPATH": f"{ROOT}:{TESTS}:{SUPPORT}", "PYTHONHASHSEED": "0"},

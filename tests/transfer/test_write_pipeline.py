@@ -176,9 +176,10 @@ def test_flush_ends_while_another_store_is_under_way(tmp_path: Path) -> None:
         flush = threads.submit(cache.flush)
         assert waits.wait(DEADLINE_S)
         cache.store(sequence(1, 2), engine.places(table), to=["second"])
+        wait_for(lambda: cache.pending_writes() == 2)  # a record each: the arrays are described
         tiers[0].release()
         flush.result(DEADLINE_S)
-        wait_for(lambda: cache.pending_writes() == 1)  # its array is described in a thread of its tier
+        assert cache.pending_writes() == 1
         tiers[1].release()
 
 

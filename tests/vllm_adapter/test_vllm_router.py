@@ -27,6 +27,7 @@ pytest.importorskip("vllm")
 from metric_names import documented, moved, samples
 from network_namespaces import Host, Link, far_host
 from routers import Routed, ask, stream, text_of
+from run_sizes import nightly
 from small_models import save_with_tokenizer
 from vllm_engine import BLOCK, Settings, connector, prompt
 from vllm_server import Served
@@ -201,7 +202,7 @@ def engines(tmp_path_factory: pytest.TempPathFactory, far: tuple[Host, Link] | N
 
 
 @pytest.mark.timeout(900)
-@pytest.mark.parametrize("name", ["one", pytest.param("two", marks=pytest.mark.nightly)])
+@pytest.mark.parametrize("name", ["one", *nightly("two")])
 def test_a_conversation_moves_nothing_twice(engines: Engines, name: str) -> None:
     """P finds in the pool what D stored of the last turn, and when that is gone, in D's memory.
 
