@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass, field
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 import torch
@@ -14,8 +14,6 @@ from numpy.typing import NDArray
 LARGEST_INT32 = 2**31 - 1
 MASK_BYTES = 256 << 20
 """Maximum bytes of masks that the layers of a batch share; each layer makes any further masks itself."""
-
-
 T = TypeVar("T")
 
 
@@ -41,6 +39,18 @@ class Tiles:
     merges: torch.Tensor
     parts: int
     keys: int
+
+
+class TileRanges(NamedTuple):
+    """Rows and keys of whole tiles: int64 [tiles] each, see `Tiles.items`."""
+
+    request: NDArray[np.int64]
+    first_row: NDArray[np.int64]
+    after_row: NDArray[np.int64]
+    begin: NDArray[np.int64]
+    full_begin: NDArray[np.int64]
+    full_end: NDArray[np.int64]
+    end: NDArray[np.int64]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -177,7 +187,11 @@ class Rows:
                 self._masks[key] = mask
         return mask
 
-    def _plan(self, rows_per_tile: int, split_keys: int | None, window: int | None) -> Tiles:
+    def tile_ranges(self, rows_per_tile: int, window: int | None = None) -> TileRanges:
+        """Return the rows and keys of whole tiles, on the host; arguments are those of `tiles`."""
+        return self.once(("ranges", rows_per_tile, window), lambda: self._ranges(rows_per_tile, window))
+
+    def _ranges(self, rows_per_tile: int, window: int | None) -> TileRanges:
         counts = -(-np.diff(self.row_starts) // rows_per_tile)  # tiles of each request
         request, nth = _each(counts)
         first_row = self.row_starts[request] + nth * rows_per_tile
@@ -188,12 +202,14 @@ class Rows:
         begin = np.zeros_like(end) if window is None else np.clip(first_position - window + 1, 0, end)
         full_end = np.clip(first_position + 1, begin, end)
         full_begin = begin if window is None else np.clip(last_position - window + 1, begin, full_end)
+        return TileRanges(request, first_row, after_row, begin, full_begin, full_end, end)
 
-        size = split_keys or LARGEST_INT32
-        parts = np.maximum(1, -(-end // size) - begin // size)  # of each tile
-        tile, nth = _each(parts)
-        item_begin = np.maximum(begin[tile], (begin[tile] // size + nth) * size)
-        item_end = np.minimum(end[tile], (begin[tile] // size + nth + 1) * size)
+    def _plan(self, rows_per_tile: int, split_keys: int | None, window: int | None) -> Tiles:
+        request, first_row, after_row, begin, full_begin, full_end, end = self.tile_ranges(
+            rows_per_tile, window
+        )
+        tile, item_begin, item_end = split_ranges(begin, end, split_keys or LARGEST_INT32)
+        parts = np.bincount(tile, minlength=len(begin))  # of each tile
         split = parts > 1
         part = np.where(split[tile], np.cumsum(split[tile]) - 1, -1)
         columns = (
@@ -214,6 +230,19 @@ class Rows:
             parts=int(parts[split].sum()),
             keys=int((item_end - item_begin).sum()),
         )
+
+
+def split_ranges(
+    begin: NDArray[np.int64], end: NDArray[np.int64], size: int
+) -> tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.int64]]:
+    """Split ranges of keys at multiples of `size`. An empty range has one part.
+
+    Returns:
+        of each part its range, first key, and key after the last; int64 [parts].
+    """
+    owner, nth = _each(np.maximum(1, -(-end // size) - begin // size))
+    first = (begin[owner] // size + nth) * size
+    return owner, np.maximum(begin[owner], first), np.minimum(end[owner], first + size)
 
 
 def _requests(

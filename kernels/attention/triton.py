@@ -4,8 +4,8 @@ The `reference` beside this defines what the kernels compute. Each function here
 operation, in order, and starts nothing. Attention is FlashAttention (https://arxiv.org/abs/2205.14135) over
 the tiles of `Rows.tiles`: some rows times the query heads of a KV head are the rows of one matrix product.
 Keys that all rows see need no mask; keys that no row sees are not read. Long tiles are split among several
-programs if there would be too few (https://pytorch.org/blog/flash-decoding). Sums have a
-fixed order: equal inputs give equal bits.
+programs where a launch then ends earlier, see `schedule`. Sums have a fixed order: equal inputs give equal
+bits.
 """
 
 from __future__ import annotations
@@ -23,13 +23,14 @@ from triton.runtime.jit import JITFunction
 
 from kvkit.kernels.attention.layer import RowRotations, Scoring
 from kvkit.kernels.attention.rows import Rows, Tiles
+from kvkit.kernels.attention.schedule import TileCost, best_split
 from kvkit.kernels.attention.triton_kernels import attend, main_channels, measure, merge, scatter_rows, weigh
 from kvkit.kernels.checks import LaunchError
 from kvkit.kernels.tuning.configs import KernelConfig, Launch, ProblemBucket
 from kvkit.kernels.tuning.tables import best
 
-PROGRAMS_PER_MULTIPROCESSOR = 2  # with so many or more, tiles are not split
-MULTIPROCESSORS = 132  # assumed without a GPU (an H100's)
+PROGRAMS_PER_MULTIPROCESSOR = 2
+"""Programs of `attend` that a multiprocessor has at a time if they fit; `weigh` has as many by splitting."""
 UNTUNED = ("INTERPRET", "PACK", "SPLIT", "K_BLOCK", "V_BLOCK", "K_TOKEN", "V_TOKEN")
 """Constants that follow from a configuration, or matter too little to be tuned for."""
 LOG2_E = math.log2(math.e)
@@ -238,7 +239,13 @@ def _plan(
     tile_rows, tile_keys = (dict(config.tiles)[name] for name in ("TILE_ROWS", "TILE_KEYS"))
     pack = packed(group, tile_rows, int(np.diff(rows.row_starts).max()))
     units = heads * triton.cdiv(group, pack)
-    tiles = _tiles(rows, tile_rows // pack, tile_keys, units, scoring.window)
+    v_size = 0 if v_pages is None else v.shape[3]
+    size, device = k_pages.shape[3], _resources(rows.device)
+    loaded = config.stages * tile_keys * (size if arguments["LATENT"] else size + v_size)
+    resident = device.shared_bytes // (q.element_size() * (tile_rows * size + loaded))
+    resident = min(PROGRAMS_PER_MULTIPROCESSOR, max(1, resident))
+    cost = TileCost(tile_rows, tile_keys, units, size + v_size, v_size, resident)
+    tiles = _tiles(rows, tile_rows // pack, cost, scoring.window)
     arguments |= {"work": tiles.items, "PACK": pack, "SPLIT": bool(tiles.parts), "INTERPRET": _interpreted()}
     arguments |= dict.fromkeys(("q", "k", "v"))
     if not tiles.parts:
@@ -284,7 +291,8 @@ def scores(
     config = config or _best(weigh, arguments)
     heads, group = k_pages.shape[1], q.shape[1] // k_pages.shape[1]
     tiles = triton.cdiv(length, dict(config.tiles)["TILE_KEYS"])
-    pack = triton.cdiv(group, min(group, triton.cdiv(_programs(rows), tiles * heads)))
+    programs = PROGRAMS_PER_MULTIPROCESSOR * _resources(rows.device).processors
+    pack = triton.cdiv(group, min(group, triton.cdiv(programs, tiles * heads)))
     work = {"pack": pack, "INTERPRET": _interpreted()}
     return *before, Launch(weigh, (tiles * heads * triton.cdiv(group, pack),), arguments | work, config)
 
@@ -408,21 +416,29 @@ def _strides(axes: tuple[str, ...], **tensors: torch.Tensor) -> dict[str, int]:
     }
 
 
-def _tiles(rows: Rows, rows_per_tile: int, tile_keys: int, units: int, window: int | None) -> Tiles:
-    """Return whole tiles or, if these are too few to keep all multiprocessors busy, split ones."""
-    whole_tiles, programs = rows.tiles(rows_per_tile, window=window), _programs(rows)
-    if len(whole_tiles.items) * units >= programs:
-        return whole_tiles
-    share = triton.cdiv(whole_tiles.keys * units, programs)
-    return rows.tiles(rows_per_tile, max(4 * tile_keys, triton.next_power_of_2(max(1, share))), window)
+def _tiles(rows: Rows, rows_per_tile: int, cost: TileCost, window: int | None) -> Tiles:
+    """Return whole tiles or, if the last of these would keep few multiprocessors busy, split ones."""
+    ranges = rows.tile_ranges(rows_per_tile, window)
+    key = "split", rows_per_tile, cost, window
+    processors = _resources(rows.device).processors
+    split = rows.once(key, lambda: best_split(ranges.begin, ranges.end, cost, processors))
+    return rows.tiles(rows_per_tile, split, window)
 
 
-def _programs(rows: Rows) -> int:
-    """Return the number of programs that keep all multiprocessors busy."""
-    processors = MULTIPROCESSORS
-    if rows.device.type == "cuda":
-        processors = torch.cuda.get_device_properties(rows.device).multi_processor_count
-    return PROGRAMS_PER_MULTIPROCESSOR * processors
+class _Resources(NamedTuple):
+    """Multiprocessors of a device, and bytes of shared memory of each."""
+
+    processors: int
+    shared_bytes: int
+
+
+@functools.cache
+def _resources(device: torch.device) -> _Resources:
+    """Return the resources of a GPU; for a CPU, those of an H100."""
+    if device.type != "cuda":
+        return _Resources(132, 228 << 10)
+    found = torch.cuda.get_device_properties(device)
+    return _Resources(found.multi_processor_count, found.shared_memory_per_multiprocessor)
 
 
 def packed(group: int, tile_rows: int, rows: int) -> int:

@@ -131,7 +131,8 @@ def test_scores_of_groups(change: dict[str, Any], monkeypatch: pytest.MonkeyPatc
     _, lse = reference.blend_attention(q, k, v, plan, problem.scoring)
     found = []
     for programs in (1, 5, 1000):
-        monkeypatch.setattr(triton, "_programs", lambda rows, programs=programs: programs)
+        monkeypatch.setattr(triton, "PROGRAMS_PER_MULTIPROCESSOR", programs)
+        monkeypatch.setattr(triton, "_resources", lambda device: triton._Resources(1, 1))
         out = poisoned(q.shape[1], 45)
         (launch,) = triton.scores(q, k, v, plan, problem.scoring, lse, out, tiles(16, 32))
         launch.run()

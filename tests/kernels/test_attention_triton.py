@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from test_attention import DTYPES, ROPES, TOLERANCES, Problem, oracle
 
 from kvkit.format.rope import Rope
-from kvkit.kernels.attention import reference, triton
+from kvkit.kernels.attention import reference, schedule, triton
 from kvkit.kernels.attention.layer import RowRotations
 from kvkit.kernels.tuning.configs import KernelConfig, Launch
 from kvkit.kernels.tuning.gpus import GPUS
@@ -111,8 +111,9 @@ def test_forms(change: dict[str, Any]) -> None:
 
 @pytest.mark.parametrize("window", [None, 40])
 @pytest.mark.parametrize("keys", [16, 32])
-def test_split_tiles(keys: int, window: int | None) -> None:
-    """Parts of a tile, merged: so few rows are always split."""
+def test_split_tiles(keys: int, window: int | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Parts of a tile, merged: so few rows are always split if it costs nothing."""
+    monkeypatch.setattr(schedule, "MERGE_S", 0)
     positions = (1, 30, 31, 200, 255, 256, 299)
     problem = Problem(rows=((positions, 300), ((5,), 9)), heads=1, group=2, tokens=16, window=window)
     first, *others = check(problem, tiles(16, keys))
