@@ -63,15 +63,20 @@ class Pages:
         )
 
     def halves(self) -> NDArray[np.int64]:
-        """Return `table` with K and V apart, int64 [P, 7], even if the engine keeps them side by side."""
+        """Return `table` with K and V apart, int64 [P, 7], even if the engine keeps them side by side.
+
+        K and V of a layer are neighbours: their bytes share sectors of records, and the kernels' programs
+        take one part after the other, so that both find a sector in the GPU's cache.
+        """
         k_bytes = self.group.k_size * self.group.item_bytes
         joined = (self.table[:, 1] == 0) & (self.table[:, 2] > k_bytes)
         if self.group.opaque or not joined.any():
             return self.table
-        k, v = self.table[joined].copy(), self.table[joined].copy()
-        k[:, 2] = v[:, 1] = k_bytes
-        v[:, 2:4] += -k_bytes, k_bytes
-        return np.concatenate([k, v])
+        halves = np.repeat(self.table, 1 + joined, axis=0)
+        k = np.flatnonzero(joined) + np.arange(joined.sum())
+        halves[k, 2] = halves[k + 1, 1] = k_bytes
+        halves[k + 1, 2:4] += -k_bytes, k_bytes
+        return halves
 
     @staticmethod
     def of(

@@ -36,7 +36,8 @@ class Job:
     """A group, where its pages are, which of them make the chunks, and where the records are."""
 
     group: LayerGroup
-    form: str  # joined, apart (own memory), split (views of joined), bytes (opaque), typed (opaque)
+    # joined, apart (own memory), split (views of joined), mixed (every other layer split); opaque: bytes, typed
+    form: str
     blocks: int
     tokens: int  # N of the tensors
     pad: int  # elements left free after every axis
@@ -67,9 +68,11 @@ class Job:
             v = self._views(pools[1], group.v_size)
             return list(zip(k, v, strict=True))
         joined = self._views(pools[0], 0)
-        if self.form == "split":
-            return [(t[..., : group.k_size], t[..., group.k_size :]) for t in joined]
-        return [*joined]
+        split_layers = {"split": 1, "mixed": 2}.get(self.form)
+        return [
+            (t[..., : group.k_size], t[..., group.k_size :]) if split_layers and i % split_layers == 0 else t
+            for i, t in enumerate(joined)
+        ]
 
     def records(self) -> tuple[NDArray[np.uint8], list[NDArray[np.uint8]]]:
         """Poisoned memory, and the records in it, in any order and of any alignment."""
@@ -191,7 +194,7 @@ def check(job: Job, move: Callable[[Pages, list[NDArray[np.uint8]], Job, bool], 
 @st.composite
 def jobs(
     draw: st.DrawFn,
-    forms: tuple[str, ...] = ("joined", "apart", "split", "bytes", "typed"),
+    forms: tuple[str, ...] = ("joined", "apart", "split", "mixed", "bytes", "typed"),
     dtypes: tuple[str, ...] = tuple(sorted(ITEM_BYTES)),
 ) -> Job:
     form = draw(st.sampled_from(forms))
@@ -203,7 +206,7 @@ def jobs(
         layers=tuple(range(draw(st.integers(1, 3)))),
         kv_heads=draw(st.integers(1, 4)),
         k_size=draw(widths),
-        v_size=draw(widths if form in ("apart", "split") else st.just(0) | widths),
+        v_size=draw(widths if form in ("apart", "split", "mixed") else st.just(0) | widths),
         dtype=dtype,
         block_tokens=draw(st.integers(1, 5)),
         order=draw(st.sampled_from([o for o in ORDERS if not opaque or o[-3:-1] in ("HN", "NH")])),
@@ -383,7 +386,7 @@ class Conversion:
 @st.composite
 def conversions(draw: st.DrawFn) -> Conversion:
     """Any layout, rotated by tokens or chunks, quantised, or both."""
-    job = draw(jobs(("joined", "apart", "split"), FLOATS))
+    job = draw(jobs(("joined", "apart", "split", "mixed"), FLOATS))
     to: Any = draw(st.sampled_from([None, "fp8", "int8"]))
     pairs = draw(st.integers(0 if to else 1, job.group.k_size // 2)) if job.group.k_size > 1 else 0
     job = replace(job, group=replace(job.group, precision=to if pairs else to or "fp8"))

@@ -89,6 +89,25 @@ def test_vectors(interleaved: bool, dtype: str, precision: Any) -> None:
         check_conversion(Conversion(job, Rotation(rope, delta)), by_triton)
 
 
+@pytest.mark.parametrize("precision", ["fp8", "int8"])
+def test_layers_of_several_kinds(precision: Any) -> None:
+    """Layers with K and V side by side among layers with both apart."""
+    group = LayerGroup((0, 1, 2), 2, 48, 16, "bfloat16", block_tokens=4, precision=precision)
+    job = Job(group, "mixed", 4, 4, 0, np.array([[3, 0, 2]]), "blocks", 64)
+    check_conversion(Conversion(job, None), by_triton)
+
+
+@pytest.mark.parametrize("form", ["joined", "split", "mixed"])
+def test_k_and_v_of_a_layer_are_neighbours(form: str) -> None:
+    """Programs take one part after the other: K's and V's bytes meet in the GPU's cache."""
+    group = LayerGroup((0, 1, 2), 2, 48, 16, "bfloat16", block_tokens=4, precision="fp8")
+    job = Job(group, form, 4, 4, 0, np.array([[3, 0, 2]]), "blocks", 64)
+    halves = Pages.of(group, job.tensors(job.pools(0))).halves()
+    assert halves[:, 0].tolist() == [0, 0, 1, 1, 2, 2]
+    assert halves[:, 1].tolist() == [0, 96] * 3
+    assert halves[:, 2].tolist() == [96, 32] * 3
+
+
 def made(
     group: LayerGroup,
     *,
