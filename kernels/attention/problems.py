@@ -176,7 +176,8 @@ def attention_problem(spec: AttentionSpec) -> Problem:
         flops = 2 * tile_rows * keys * channels
         return Work(heads.dtype.itemsize * moved, flops, keys // tiles["TILE_KEYS"])
 
-    return _problem(spec.name, spec.kernel, partial(_attention_case, spec), work, (2, 0), spec.gated)
+    problem = _problem(spec.name, spec.kernel, partial(_attention_case, spec), work, (2, 0), spec.gated)
+    return replace(problem, spills={"sm_90": 192}) if heads.latent and spec.kernel == "attend" else problem
 
 
 OPERATIONS = {

@@ -56,7 +56,7 @@ TILES: Mapping[Family, Mapping[int, tuple[tuple[int, int, int], ...]]] = {
         4: ((32, 32, 4), (32, 32, 8), (16, 16, 8)),
     },
     "sm_90": {
-        2: ((128, 64, 4), (128, 64, 8), (128, 32, 8), (64, 16, 8)),
+        2: ((128, 64, 4), (128, 128, 8), (128, 32, 8), (64, 16, 8)),
         4: ((64, 32, 4), (32, 32, 8), (16, 16, 8)),
     },
     "sm_100": {
@@ -72,7 +72,7 @@ TILES: Mapping[Family, Mapping[int, tuple[tuple[int, int, int], ...]]] = {
 channels.
 
 The largest tiles that do not spill take the fewest instructions per product; those of sm_90 were the fastest
-of a few on an H100."""
+of a few on an H100 and an H200."""
 
 
 def configs(launch: Launch, target: str | None = None) -> tuple[KernelConfig, ...]:
@@ -89,7 +89,8 @@ def configs(launch: Launch, target: str | None = None) -> tuple[KernelConfig, ..
     if name == "attend":
         size = max(arguments["SIZE"], arguments["V_SIZE"] if arguments["VALUES"] else 0)
         count = len(arguments["q"]) * arguments["GROUP"]
-        return _tile_configs(family, arguments["q"].element_size(), size, count, arguments["LATENT"])
+        simple = bool(arguments["PAGE"]) and not arguments["WINDOWED"] and not arguments["CAPPED"]
+        return _tile_configs(family, arguments["q"].element_size(), size, count, arguments["LATENT"], simple)
     if name == "weigh":
         return _weigh_configs(family, arguments["q"].element_size(), arguments["SIZE"], len(arguments["q"]))
     return ROW_CONFIGS[name]
@@ -111,16 +112,18 @@ def _family_here() -> Family:
 
 @functools.cache
 def _tile_configs(
-    family: Family, item_bytes: int, size: int, count: int, latent: bool
+    family: Family, item_bytes: int, size: int, count: int, latent: bool, simple: bool
 ) -> tuple[KernelConfig, ...]:
+    """Return the configurations of `attend`; `simple`: pages, neither a window nor a soft-cap."""
     choices = TILES[family][item_bytes]
     rows, keys, warps = choices[min(bisect_left((64, 128, 256), size), len(choices) - 1)]
-    if family == "sm_90" and item_bytes == 2 and 64 < size < 128:  # 4 warps do not spill yet
-        warps = 4
+    if family == "sm_90" and item_bytes == 2 and 64 < size <= 128:
+        keys = keys if size == 128 and simple else 64  # more spill
+        warps = 8 if size == 128 else 4  # 4 do not spill yet
     if family == "sm_100" and 64 < size < 128:  # a head in two parts takes more registers
         keys //= 2
     if latent:  # keys are values, too
-        rows, keys = (32, 32) if family == "sm_90" and size > 256 else (rows, 2 * keys)
+        rows, keys = (64, 32) if family == "sm_90" and size > 256 else (rows, 2 * keys)
     return _space(family, (rows, keys, warps), count, (16, 32, 64, 128))
 
 

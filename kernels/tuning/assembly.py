@@ -33,9 +33,7 @@ class Compiled:
     hazard: str = ""  # how its results may be wrong, see `overwritten`
 
     def rejection(self) -> str:
-        """Return why this cannot or should not run, "" if there is no reason."""
-        if self.spill_bytes:
-            return f"spills {self.spill_bytes} bytes"
+        """Return why this cannot run or would be wrong, "" if there is no reason."""
         return self.hazard or ("" if self.blocks_per_sm else "does not fit a multiprocessor")
 
 

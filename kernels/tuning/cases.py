@@ -59,6 +59,7 @@ class Problem:
         defaults: by target, the default if it is not the first of `space`.
         operation: name of the public function of an `api`; "" if it is the bucket's op.
         host: whether it runs on the CPU, with results in the CPU's table.
+        spills: by target, bytes of registers that a default may spill, as its larger tiles are faster.
     """
 
     name: str
@@ -72,6 +73,7 @@ class Problem:
     defaults: Mapping[str, KernelConfig] = field(default_factory=dict)
     operation: str = ""
     host: bool = False
+    spills: Mapping[str, int] = field(default_factory=dict)
 
     @property
     def names(self) -> tuple[str, str]:

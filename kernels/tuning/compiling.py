@@ -131,7 +131,7 @@ class CompileReport:
     error: str = ""  # why it failed
 
     def rejection(self) -> str:
-        """Return why the configuration should not be run, "" if there is no reason."""
+        """Return why the configuration cannot be run or would be wrong, "" if there is no reason."""
         return self.compiled.rejection() if self.compiled else self.error
 
 

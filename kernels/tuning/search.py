@@ -65,10 +65,15 @@ NO_ROOFLINE = Roofline(math.inf, math.inf)
 class CompileInfo:
     """Compiler's results for a configuration, before it is run."""
 
-    rejection: str = ""  # why it should not be run
+    rejection: str = ""  # why it cannot be run
     binary: str = ""  # equal for equal machine code, "" if unknown
     # registers, spills, blocks per multiprocessor and other integers of `assembly.Compiled`
     numbers: Mapping[str, int] = field(default_factory=dict)
+
+    @property
+    def spill_bytes(self) -> int:
+        """Bytes of registers that a thread spills; 0 if unknown."""
+        return self.numbers.get("spill_bytes", 0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -232,7 +237,8 @@ def search(
 
     1. Configurations that the compiler rejects are not run, nor those that compile to the same as one that
        differs only in stages. The default is always run.
-    2. Starting nearest to the default, each gets FIRST_SAMPLES runs. Those with a bound (the roofline's time
+    2. Starting nearest to the default, with those that spill registers last, each gets FIRST_SAMPLES runs: a
+       spill mostly costs time, but larger tiles may be worth it. Those with a bound (the roofline's time
        for the bytes and flops of their tiles) above the fastest median so far are left out: they cannot win.
        A configuration that beats its own bound refutes the roofline: then those left out are run too.
     3. The FINALISTS fastest within NEAR of the fastest, and the default, get FINAL_SAMPLES more,
@@ -286,7 +292,8 @@ def _sample_all(
     first: dict[KernelConfig, list[float]] = {}
     compiled: dict[object, KernelConfig] = {}
     fastest = math.inf
-    pending: Sequence[KernelConfig] = nearest_first(problem.space)
+    spills = {config: infos[config].spill_bytes for config in problem.space if config != default}
+    pending: Sequence[KernelConfig] = sorted(nearest_first(problem.space), key=lambda c: spills.get(c, -1))
     assumed: Roofline | None = None
     while roofline is not assumed:  # again, if the roofline was refuted
         assumed, left = roofline, []

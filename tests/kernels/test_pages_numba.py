@@ -36,7 +36,7 @@ class Job:
     """A group, where its pages are, which of them make the chunks, and where the records are."""
 
     group: LayerGroup
-    # joined, apart (own memory), split (views of joined), mixed (every other layer split); opaque: bytes, typed
+    # joined, apart (own memory), split (views of joined), mixed (every second is split); opaque: bytes, typed
     form: str
     blocks: int
     tokens: int  # N of the tensors

@@ -1,9 +1,9 @@
 """The compile gate: the default of every problem, compiled for every target of `GATE`.
 
-`python -m kvkit.lab.compiling.gate` prints a table, and fails if a kernel spills, does not fit or has lost
-its 16-byte accesses. With `--compare benchmarks/results/compile.json` it also fails if a kernel is worse than
-recorded there, and compiles only kernels that the file does not hold under an equal `compile_key`.
-`--json benchmarks/results/compile.json` records the results.
+`python -m kvkit.lab.compiling.gate` prints a table, and fails if a kernel spills more than its problem
+allows, does not fit or has lost its 16-byte accesses. With `--compare benchmarks/results/compile.json` it
+also fails if a kernel is worse than recorded there, and compiles only kernels that the file does not hold
+under an equal `compile_key`. `--json benchmarks/results/compile.json` records the results.
 """
 
 from __future__ import annotations
@@ -50,12 +50,15 @@ Document = Mapping[str, Any]
 
 def faults(reports: Sequence[CompileReport], problems: Sequence[Problem]) -> list[str]:
     """Return a line per rejected kernel: errors, spills, blocks that do not fit, lost 16-byte accesses."""
-    wide = {problem.name: problem.wide for problem in problems}
+    named = {problem.name: problem for problem in problems}
     rejections = []
     for report in reports:
         rejection, compiled = report.rejection(), report.compiled
+        problem = named[report.problem]
+        if compiled and not rejection and compiled.spill_bytes > problem.spills.get(report.target, 0):
+            rejection = f"spills {compiled.spill_bytes} bytes"
         if compiled and not rejection:
-            loads, stores = wide[report.problem].get(report.kernel, (0, 0))
+            loads, stores = problem.wide.get(report.kernel, (0, 0))
             if compiled.loads_16 < loads or compiled.stores_16 < stores:
                 rejection = (
                     f"{compiled.loads_16} of {compiled.loads} loads and "
