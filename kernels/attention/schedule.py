@@ -18,6 +18,8 @@ from kvkit.kernels.attention.rows import split_ranges
 
 BALANCED = 0.96
 """Tiles stay whole if the multiprocessors are busy for at least this share of the simulated time."""
+GAIN = 0.03
+"""Tiles stay whole if no split saves more than this share of the simulated time."""
 FLOPS_PER_S = 3.6e12
 """Flops per second of a multiprocessor in the products of `attend`: fitted to times of an H100."""
 WAIT_S = 0.33e-6
@@ -101,7 +103,7 @@ def best_split(
     share, whole = int(loops.sum()) * cost.units / slots, makespan(loops, cost.units, slots)
     if share >= BALANCED * whole:
         return None
-    best, best_s = None, cost.seconds(whole, 0)
+    best, best_s = None, (1 - GAIN) * cost.seconds(whole, 0)
     for step in _steps(max(LEAST_LOOPS, share / 4), int(loops[0])):
         tile, item_begin, item_end = split_ranges(begin, end, step * cost.keys)
         loops = np.sort(cost.loops(item_end - item_begin))[::-1]

@@ -89,7 +89,8 @@ def configs(launch: Launch, target: str | None = None) -> tuple[KernelConfig, ..
     if name == "attend":
         size = max(arguments["SIZE"], arguments["V_SIZE"] if arguments["VALUES"] else 0)
         count = len(arguments["q"]) * arguments["GROUP"]
-        simple = bool(arguments["PAGE"]) and not arguments["WINDOWED"] and not arguments["CAPPED"]
+        simple = arguments["VALUES"] and arguments["PAGE"] > 0
+        simple = simple and not arguments["WINDOWED"] and not arguments["CAPPED"]
         return _tile_configs(family, arguments["q"].element_size(), size, count, arguments["LATENT"], simple)
     if name == "weigh":
         return _weigh_configs(family, arguments["q"].element_size(), arguments["SIZE"], len(arguments["q"]))
@@ -114,7 +115,7 @@ def _family_here() -> Family:
 def _tile_configs(
     family: Family, item_bytes: int, size: int, count: int, latent: bool, simple: bool
 ) -> tuple[KernelConfig, ...]:
-    """Return the configurations of `attend`; `simple`: pages, neither a window nor a soft-cap."""
+    """Return the configurations of `attend`; `simple`: V, in pages, with neither a window nor a soft-cap."""
     choices = TILES[family][item_bytes]
     rows, keys, warps = choices[min(bisect_left((64, 128, 256), size), len(choices) - 1)]
     if family == "sm_90" and item_bytes == 2 and 64 < size <= 128:
