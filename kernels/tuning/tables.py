@@ -5,7 +5,8 @@ from __future__ import annotations
 import functools
 import logging
 import os
-from collections.abc import Collection, Iterable, Mapping
+import re
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from math import log2
 from pathlib import Path
 from types import MappingProxyType
@@ -21,6 +22,16 @@ log = logging.getLogger(__name__)
 
 SHIPPED = Path(__file__).parent / "tuned"
 """Folder of the tables that come with the package, <device>.json each."""
+
+
+RELATED = ("nvidia-h100", "nvidia-h200", "nvidia-gh200")
+"""Beginnings of names of devices with equal multiprocessors, which use each other's results."""
+SCALED = ("PAGE", "GROUP")
+"""Numbers in forms that change code, but hardly the best tiles: tokens of a page, query heads of a KV head.
+
+A 0 is no such number: without pages other tiles are best.
+"""
+_SCALED = re.compile(rf"\b({'|'.join(SCALED)})=(\d+)")
 
 
 class TableError(ValueError):
@@ -81,60 +92,105 @@ def best(
 ) -> KernelConfig:
     """Return the configuration to run a problem with on this process's GPU or host; mutates nothing.
 
-    It is the tuned one of `bucket`; else that of the bucket of equal op and form with the nearest sizes; else
-    `default`, as on a machine without a GPU. Only results for the kernel's present source count; for equal
-    sizes, those of this compiler and driver come first. A configuration that is no longer in `space` is
-    skipped, and a kernel without source has no results. Tables are read once per process, and its GPUs are
-    assumed to be alike.
+    It is the tuned one of `bucket`; else that of the nearest bucket, see `ranked`; else `default`, as on a
+    machine without a GPU. Only results for the kernel's present source count; for equal sizes, those of this
+    compiler and driver come first. A configuration that is no longer in `space` is skipped, and a kernel
+    without source has no results. Tables are read once per process, and its GPUs are assumed to be alike.
 
     Args:
         bucket, default, space: bucket and configurations of the problem.
         kernel: Triton kernel or function, for its source.
         host: whether it runs on the CPU: looks in the CPU's table instead of the GPU's.
     """
-    if not _table_here(host):
+    if not any(_tables_here(host)):
         return default
     try:
         source = source_digest(kernel)
     except SourceError:
         return default
-    return next((config for config in _known(bucket, source, host) if config in space), default)
+    most_untried = len(space) // 4
+    return next((config for config in _known(bucket, source, host, most_untried) if config in space), default)
 
 
 @functools.lru_cache(1024)
-def _known(bucket: ProblemBucket, source: str, host: bool) -> tuple[KernelConfig, ...]:
-    return ranked(_table_here(host), bucket, Build(source, *_compiler(host)))
+def _known(bucket: ProblemBucket, source: str, host: bool, most_untried: int) -> tuple[KernelConfig, ...]:
+    table, *related = _tables_here(host)
+    return ranked(table, bucket, Build(source, *_compiler(host)), related, most_untried)
 
 
 @functools.cache
-def _table_here(host: bool) -> Mapping[TunedKey, Tuned]:
+def _tables_here(host: bool) -> tuple[Mapping[TunedKey, Tuned], ...]:
+    """Return the table of this process's device, then those of its relatives."""
     name = device_name(host)
-    return {} if name is None else load_table(slug_of(name))
+    if name is None:
+        return ({},)
+    slug = slug_of(name)
+    others = sorted(path.stem for path in SHIPPED.glob("*.json")) if slug.startswith(RELATED) else []
+    related = (other for other in others if other != slug and other.startswith(RELATED))
+    return load_table(slug), *map(load_table, related)
 
 
 def forget_tables() -> None:
     """Make `best` read the tables again, after tuning in the same process."""
     _known.cache_clear()
-    _table_here.cache_clear()
+    _tables_here.cache_clear()
 
 
-def ranked(table: Mapping[TunedKey, Tuned], bucket: ProblemBucket, build: Build) -> tuple[KernelConfig, ...]:
-    """Return configurations for buckets of equal op and form and an equal source, the best guess first.
+def ranked(
+    table: Mapping[TunedKey, Tuned],
+    bucket: ProblemBucket,
+    build: Build,
+    related: Sequence[Mapping[TunedKey, Tuned]] = (),
+    most_untried: int = 0,
+) -> tuple[KernelConfig, ...]:
+    """Return configurations for buckets like `bucket`, of an equal source, the best guess first.
 
-    They are sorted by the L1 distance of their sizes' logarithms; for equal sizes, those of `build` come
-    first, then those of its compiler, then those of its driver, then the fastest.
+    Buckets are alike if their ops are equal and their forms differ at most in SCALED. They are sorted by the
+    L1 distance of the logarithms of SCALED, then of their sizes; for equal ones, those of `build` come first,
+    then those of its compiler, then those of its driver, then the fastest.
+
+    Args:
+        table: results of this device.
+        bucket, build: problem, and how this process builds its kernel.
+        related: results of devices with equal multiprocessors; after those of this device, if equally near.
+        most_untried: results of related devices or of other forms do not count if more configurations were
+            left out of their search.
     """
+    found = []
+    for other, results in enumerate((table, *related)):
+        for key, tuned in results.items():
+            form = _distance_of_forms(key.bucket.form, bucket.form)
+            alike = key.bucket.op, len(key.bucket.sizes), key.build.source
+            if form is None or alike != (bucket.op, len(bucket.sizes), build.source):
+                continue
+            if (form or other) and tuned.untried > most_untried:
+                continue
+            sizes, (_, compiler, driver) = key.bucket.sizes, key.build
+            builds = compiler != build.compiler, driver != build.driver
+            rank = form, _distance(sizes, bucket.sizes), bool(other), sizes, *builds, tuned.us, other
+            found.append((rank, tuned.config))
+    return tuple(config for _, config in sorted(found, key=lambda pair: pair[0]))
 
-    def distance(sizes: tuple[int, ...]) -> float:
-        return sum(abs(log2(max(a, 1) / max(b, 1))) for a, b in zip(sizes, bucket.sizes, strict=True))
 
-    def rank(key: TunedKey) -> tuple[Any, ...]:
-        sizes, (_, compiler, driver) = key.bucket.sizes, key.build
-        return distance(sizes), sizes, compiler != build.compiler, driver != build.driver, table[key].us
+def _distance(sizes: Sequence[int], others: Sequence[int]) -> float:
+    return sum(abs(log2(max(a, 1) / max(b, 1))) for a, b in zip(sizes, others, strict=True))
 
-    compiled = bucket.op, bucket.form, len(bucket.sizes), build.source
-    alike = (key for key in table if (*key.bucket[:2], len(key.bucket.sizes), key.build.source) == compiled)
-    return tuple(table[key].config for key in sorted(alike, key=rank))
+
+def _distance_of_forms(form: str, other: str) -> float | None:
+    """Return the distance of two forms by SCALED, 0 if they are equal; None if something else differs."""
+    if form == other:
+        return 0
+    ours, theirs = _scaled(form), _scaled(other)
+    if ours is None or theirs is None or ours[0] != theirs[0]:
+        return None
+    return _distance(ours[1], theirs[1])
+
+
+@functools.lru_cache(4096)
+def _scaled(form: str) -> tuple[str, tuple[int, ...]] | None:
+    """Split a form into its text without the values of SCALED, and these values; None if one is 0."""
+    values = tuple(int(value) for _, value in _SCALED.findall(form))
+    return None if 0 in values else (_SCALED.sub(r"\1", form), values)
 
 
 def merged(tables: Iterable[Mapping[TunedKey, Tuned]]) -> dict[TunedKey, Tuned]:

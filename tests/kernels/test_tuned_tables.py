@@ -104,6 +104,71 @@ def test_another_op_form_or_number_of_sizes_is_no_neighbour(
     assert best(ProblemBucket("op", "bf16", (64,)), DEFAULT, SPACE) == DEFAULT
 
 
+FORM = "bf16 PAGE=16 SIZE=128 GROUP=4 VALUES=True"
+FOUR = (*SPACE, KernelConfig((("TILE", 512),)))
+
+
+def attending(form: str, *sizes: int) -> ProblemBucket:
+    return ProblemBucket("op", form, sizes or (64,))
+
+
+def test_other_pages_and_groups_come_after_all_sizes_of_the_form(folders: dict[str, Path]) -> None:
+    same_form, other_page = attending(FORM, 4096), attending(FORM.replace("PAGE=16", "PAGE=32"))
+    far_page = attending(FORM.replace("PAGE=16", "PAGE=128"))
+    write(folders["user"], {far_page: tuned(SMALL), other_page: tuned(LARGE)})
+    assert best(attending(FORM), DEFAULT, SPACE) == LARGE
+    assert best(attending(FORM.replace("GROUP=4", "GROUP=7")), DEFAULT, SPACE) == LARGE
+    write(folders["user"], {same_form: tuned(SMALL), other_page: tuned(LARGE)})
+    assert best(attending(FORM), DEFAULT, SPACE) == SMALL
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        FORM.replace("PAGE=16", "PAGE=0"),
+        FORM.replace("SIZE=128", "SIZE=64"),
+        FORM.replace("VALUES=True", "VALUES=False"),
+        FORM.replace("bf16", "fp16"),
+        FORM.replace(" GROUP=4", ""),
+    ],
+)
+def test_one_block_and_other_code_are_not_alike(folders: dict[str, Path], other: str) -> None:
+    write(folders["user"], {attending(other): tuned(LARGE)})
+    assert best(attending(FORM), DEFAULT, SPACE) == DEFAULT
+    write(folders["user"], {attending(FORM): tuned(LARGE)})
+    assert best(attending(other), DEFAULT, SPACE) == DEFAULT
+
+
+@pytest.mark.parametrize(("untried", "wanted"), [(0, LARGE), (1, LARGE), (2, DEFAULT)])
+def test_short_searches_count_for_their_own_form_and_device_alone(
+    folders: dict[str, Path], untried: int, wanted: KernelConfig
+) -> None:
+    """A quarter of four configurations may have been left out."""
+    result = Tuned(LARGE, 1.5, 2.0, untried)
+    write(folders["user"], {attending(FORM): result})
+    assert best(attending(FORM, 128), DEFAULT, FOUR) == LARGE
+    assert best(attending(FORM.replace("PAGE=16", "PAGE=64")), DEFAULT, FOUR) == wanted
+    (folders["user"] / FILE).unlink()
+    h100 = "NVIDIA H100 80GB HBM3"
+    write_table(folders["shipped"] / f"{slug_of(h100)}.json", h100, {TunedKey(attending(FORM), HERE): result})
+    assert best(attending(FORM), DEFAULT, FOUR) == wanted
+
+
+def test_results_of_related_devices(folders: dict[str, Path], monkeypatch: pytest.MonkeyPatch) -> None:
+    """An H100's count on an H200 after its own of the same form and sizes, and nowhere else."""
+    h100 = "NVIDIA H100 PCIe"
+    write_table(
+        folders["shipped"] / f"{slug_of(h100)}.json", h100, {TunedKey(attending(FORM), HERE): tuned(SMALL)}
+    )
+    write(folders["user"], {attending(FORM, 4096): tuned(LARGE)})
+    assert best(attending(FORM), DEFAULT, SPACE) == SMALL
+    write(folders["user"], {attending(FORM): tuned(LARGE)})
+    assert best(attending(FORM), DEFAULT, SPACE) == LARGE
+    monkeypatch.setattr(tables, "gpu_name", lambda: "NVIDIA A100-SXM4-80GB")
+    forget_tables()
+    assert best(attending(FORM), DEFAULT, SPACE) == DEFAULT
+
+
 def test_what_the_kernel_does_not_have_is_passed_over(folders: dict[str, Path]) -> None:
     near, far = ProblemBucket("op", "bf16", (64,)), ProblemBucket("op", "bf16", (512,))
     write(folders["user"], {near: tuned(KernelConfig((("TILE", 999),))), far: tuned(LARGE)})
