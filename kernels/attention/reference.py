@@ -20,7 +20,7 @@ def blend_attention(
         own_rows = slice(first, rows.row_starts[r + 1])
         scores = _scores(q[own_rows], k_pages, rows, r, scoring)  # [Hq, m, n]
         lse[own_rows] = torch.logsumexp(scores, -1).T.float()
-        weights = torch.softmax(scores, -1).nan_to_num()  # no key seen: 0 / 0
+        weights = _weights(scores)
         v = gather(v_pages, rows, r).double().repeat_interleave(group, 1)  # [n, Hq, Dv]
         out[own_rows] = torch.einsum("hmn,nhd->mhd", weights, v).to(q.dtype)
     return out, lse
@@ -64,11 +64,16 @@ def query_scores(
     q: torch.Tensor, k_pages: torch.Tensor, v_pages: torch.Tensor | None, rows: Rows, scoring: Scoring
 ) -> torch.Tensor:
     """Compute `api.query_scores` in float64."""
-    mass = torch.softmax(_scores(q, k_pages, rows, 0, scoring), -1).nan_to_num().sum(1)  # [Hq, n]
+    mass = _weights(_scores(q, k_pages, rows, 0, scoring)).sum(1)  # [Hq, n]
     if v_pages is not None:
         norm = gather(v_pages, rows, 0).double().norm(dim=-1)  # [n, H]
         mass = mass * norm.repeat_interleave(q.shape[1] // k_pages.shape[1], 1).T
     return mass.float()
+
+
+def _weights(scores: torch.Tensor) -> torch.Tensor:
+    """Return the softmax over the last axis, 0 where a row sees no key; a NaN that it sees stays one."""
+    return torch.softmax(scores, -1).masked_fill((scores == -torch.inf).all(-1, keepdim=True), 0)
 
 
 def _scores(

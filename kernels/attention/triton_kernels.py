@@ -224,8 +224,8 @@ def attend(
         )  # fmt: skip
 
     row, query_head, valid = _rows(item + 1, unit, GROUP, PACK, TILE_ROWS)  # recomputed after the loops
-    logsum = tl.where(norm > 0, top + tl.log2(tl.where(norm > 0, norm, 1.0)), float("-inf"))
-    inverse = 1.0 / tl.where(norm > 0, norm, 1.0)
+    logsum = tl.where(norm == 0, float("-inf"), top + tl.log2(tl.where(norm == 0, 1.0, norm)))
+    inverse = 1.0 / tl.where(norm == 0, 1.0, norm)
     place = row.to(tl.int64) * heads * GROUP + query_head
     if SPLIT:
         part = tl.load(item + 7)
@@ -285,11 +285,11 @@ def merge(
             )
             acc = acc * fade[:, None] + o * weight[:, None]
         top = new_top
-    logsum = tl.where(norm > 0, top + tl.log2(tl.where(norm > 0, norm, 1.0)), float("-inf"))
+    logsum = tl.where(norm == 0, float("-inf"), top + tl.log2(tl.where(norm == 0, 1.0, norm)))
     place = row.to(tl.int64) * heads * GROUP + unit // UNITS * GROUP + group_head
     tl.store(lse + place, logsum * 0.6931471805599453, mask=valid)
     if VALUES:
-        _store(out, place, valid, acc, 1.0 / tl.where(norm > 0, norm, 1.0), 0, V_SIZE)
+        _store(out, place, valid, acc, 1.0 / tl.where(norm == 0, 1.0, norm), 0, V_SIZE)
 
 
 @triton.jit(do_not_specialize=RUNTIME)

@@ -86,6 +86,26 @@ def test_pages(tokens: int, dtype: torch.dtype) -> None:
     check(replace(SMALL, tokens=tokens, dtype=dtype), tiles(16, 16))
 
 
+@pytest.mark.parametrize("split", [False, True])
+def test_a_nan_in_k_is_seen_by_rows_that_see_its_key(split: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """And by no others, in the kernel as in the reference: neither hides it, nor does the merge of parts."""
+    monkeypatch.setattr(schedule, "MERGE_S", 0 if split else 1)
+    problem = Problem(rows=(((3, 29, 30, 250, 299), 300), ((2, 9), 12)), heads=2, group=2, tokens=16)
+    q, k, v = problem.tensors()
+    rows = problem.plan()
+    k[rows.tables[0, 1], :, 14] = torch.nan  # key 30 of the first request
+    wanted, wanted_lse = oracle(problem, q, k, v, rows)
+    out, lse = poisoned(*wanted.shape, dtype=problem.dtype), poisoned(*q.shape[:2])
+    given = [x.to(DEVICE) for x in (q, k, v)]
+    launches = triton.attention(*given, problem.plan(DEVICE), problem.scoring, out, lse, tiles(16, 16))
+    assert len(launches) == 1 + split
+    run(launches)
+    tolerance = TOLERANCES[problem.dtype]
+    torch.testing.assert_close(out.cpu().double(), wanted, atol=tolerance, rtol=tolerance, equal_nan=True)
+    torch.testing.assert_close(lse.cpu(), wanted_lse, atol=1e-4, rtol=1e-4, equal_nan=True)
+    assert lse.isnan().all(1).tolist() == [False, False, True, True, True, False, False]
+
+
 @pytest.mark.parametrize(
     "change",
     [
