@@ -40,15 +40,14 @@ def measuring(name: str, timeout_s: float) -> Step:
 
 
 STEPS = (
-    measuring("driver", 25),
+    measuring("driver", 20),
     measuring("roofs", 25),
+    measuring("compare", 80),
     measuring("defaults", 60),
-    measuring("determinism", 50),
-    measuring("sanitizer", 90),
     measuring("moving", 40),
     measuring("tune", 125),
     measuring("profile", 35),
-    measuring("peers", 35),
+    measuring("peers", 90),
     measuring("blend_rows", 25),
     measuring("with_jax", 25),
 )
@@ -60,12 +59,10 @@ FILES = (
     *("kernels/test_pages_numba.py", "transfer/test_end_to_end.py", "transfer/test_staging.py"),
 )
 TESTS = (
-    Step(
-        "tests",
-        (*PYTEST, *(f"tests/{file}" for file in FILES)),
-        360,
-    ),
-    Step("benchmarks", (sys.executable, "-m", "benchmarks.report.run", "benchmarks/gpu/bench_gpu.py"), 170),
+    measuring("determinism", 50),
+    measuring("sanitizer", 90),
+    Step("tests", (*PYTEST, *(f"tests/{file}" for file in FILES)), 260),
+    Step("benchmarks", (sys.executable, "-m", "benchmarks.report.run", "benchmarks/gpu/bench_gpu.py"), 130),
 )
 """`make gpu-tests`."""
 

@@ -17,6 +17,7 @@ from kvkit.kernels.tuning.compiling import ProblemFactory
 from kvkit.kernels.tuning.devices import cuda_timer, target_name
 from kvkit.kernels.tuning.problems import every_problem
 from kvkit.kernels.tuning.search import Measure
+from kvkit.lab.files import commit
 from kvkit.lab.testbed.small_problems import SMALL, small_problems
 
 FOREMOST = ("attend", "copy_rows", "encode_rows")
@@ -131,7 +132,7 @@ def bench_on_gpu(step: str, path: Path) -> Bench:
         sizes=sizes,
         seconds=seconds,
         timer=cuda_timer(device),
-        results=Results(path, step, torch.cuda.get_device_name(device)),
+        results=Results(path, step, torch.cuda.get_device_name(device), commit() or ""),
     )
 
 

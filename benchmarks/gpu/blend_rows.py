@@ -1,4 +1,4 @@
-"""Step 10: the rows of a blend in vLLM's pages: kvkit's attention, and what engines do, run by run."""
+"""`make gpu`: the rows of a blend in vLLM's pages: kvkit's attention, and what engines do, run by run."""
 
 from __future__ import annotations
 

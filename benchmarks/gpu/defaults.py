@@ -1,4 +1,4 @@
-"""Step 3: every kernel's default configuration: is it right, and how far is it from the roof?"""
+"""`make gpu`: every kernel's default configuration: is it right, and how far is it from the roof?"""
 
 from __future__ import annotations
 

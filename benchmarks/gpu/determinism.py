@@ -1,4 +1,4 @@
-"""Step 4: whether equal inputs give equal bits, run after run."""
+"""`make gpu-tests`: whether equal inputs give equal bits, run after run."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Step 1: the machine, whether the carried Triton cache fits it, and how it sees pinned memory."""
+"""`make gpu`: the machine, whether the carried Triton cache fits it, and how it sees pinned memory."""
 
 from __future__ import annotations
 

@@ -1,8 +1,7 @@
 """Keep what `make gpu` found, as one document: python -m benchmarks.gpu.keep results.jsonl...
 
 Writes benchmarks/results/gpu-<gpu>.json, or what --json names. Of files of several runs on one GPU the later
-ones count, for each thing that a step measured; Nsight Compute's metrics and configurations that nobody tried
-are left out.
+ones count, for each thing that a step measured; configurations that nobody tried are left out.
 """
 
 from __future__ import annotations
@@ -15,15 +14,6 @@ from typing import Any
 
 from benchmarks.folders import RESULTS
 from kvkit.environment import slug_of
-
-METRICS = (
-    "gpu__time_duration.sum",
-    "gpu__dram_throughput.avg.pct_of_peak_sustained_elapsed",
-    "sm__throughput.avg.pct_of_peak_sustained_elapsed",
-    "sm__warps_active.avg.pct_of_peak_sustained_active",
-    "launch__registers_per_thread",
-)
-"""Of a launch, which are kept."""
 
 
 def merged(files: list[Path]) -> dict[str, Any]:
@@ -48,8 +38,14 @@ def merged(files: list[Path]) -> dict[str, Any]:
         raise ValueError('no "machine" of the step "driver" in these files: name that of a whole run first')
     (machine,) = found.pop(("driver", "machine"))
     lines = [_rounded(line) for lines in found.values() for line in lines]
+    lines = [_without_commit(line, machine.get("commit")) for line in lines]
     about = {name: machine.get(name) for name in ("command", "seed", "commit", "machine", "versions")}
     return about | {"driver": machine["nvidia_smi"], "target": machine["target"], "results": lines}
+
+
+def _without_commit(line: dict[str, Any], commit: str | None) -> dict[str, Any]:
+    """Leave out the commit of a line that is the whole document's."""
+    return {name: value for name, value in line.items() if (name, value) != ("commit", commit)}
 
 
 def _counts(line: Mapping[str, Any]) -> bool:
@@ -61,8 +57,6 @@ def _slim(line: Mapping[str, Any]) -> dict[str, Any]:
     slim = {name: value for name, value in line.items() if name != "printed"}
     if "trials" in line:
         slim["trials"] = [trial for trial in line["trials"] if trial["us"] is not None]
-    if "metrics" in line:
-        slim["metrics"] = {name: line["metrics"][name] for name in METRICS if name in line["metrics"]}
     return slim
 
 

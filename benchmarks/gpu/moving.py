@@ -1,4 +1,4 @@
-"""Step 6: ways between the GPU and pinned memory: beside matrix products, and by size of records."""
+"""`make gpu`: ways between the GPU and pinned memory: beside matrix products, and by size of records."""
 
 from __future__ import annotations
 

@@ -1,9 +1,13 @@
-"""Step 9: attention of others beside ours: torch's SDPA with a mask, FlexAttention, flashinfer."""
+"""`make gpu`: attention of others beside ours: torch's SDPA with a mask, FlexAttention, flashinfer.
+
+And what this GPU can do at all: causal attention of all rows by the kernels of FlashAttention and cuDNN.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from statistics import median
 
 import numpy as np
@@ -19,6 +23,9 @@ Contender = Callable[[], torch.Tensor]
 """Computes the rows' output, [M, query heads, channels]."""
 
 OURS, MASKED, FLEX = "kvkit", "SDPA with a mask", "FlexAttention"
+FLEX_TUNED = "FlexAttention, max-autotune"
+DENSE = ("FLASH_ATTENTION", "CUDNN_ATTENTION")
+"""Kernels of torch's SDPA, which take no mask of single rows."""
 QUESTION = 64
 
 
@@ -50,7 +57,9 @@ SMALL = BlendShape(128, 2, 2, 16)
 
 def run(bench: Bench) -> None:
     """Records each contender's time for Llama-3.1-8B at 8k, and how far its output is from SDPA's."""
-    shape = LLAMA_8K if bench.device.type == "cuda" else SMALL
+    on_gpu = bench.device.type == "cuda"
+    dense(bench, (4096, 8192, 32768) if on_gpu else (64,))
+    shape = LLAMA_8K if on_gpu else SMALL
     makers = contenders(shape, bench.device)
     want = makers[MASKED]()().double()
     for name, make in makers.items():
@@ -64,6 +73,28 @@ def run(bench: Bench) -> None:
         speed = shape.flops / min(times) / 1e12
         us = {"us": median(times) * 1e6, "min_us": min(times) * 1e6}
         bench.results.record(name, **us, **{"TFLOP/s of visible keys": speed, "off": off})
+
+
+def dense(bench: Bench, lengths: Sequence[int]) -> None:
+    """Record the rate of causal attention of every row, by each of DENSE, as the GPU's reach."""
+    from torch.nn.attention import SDPBackend, sdpa_kernel
+
+    attend = torch.nn.functional.scaled_dot_product_attention
+    for length in lengths:
+        shape = 1, 32, length, 128
+        q, k, v = (torch.randn(shape, dtype=torch.bfloat16, device=bench.device) for _ in range(3))
+        flops = 4 * 128 * 32 * length * (length + 1) // 2
+        for name in DENSE:
+            try:
+                with sdpa_kernel(getattr(SDPBackend, name)):
+                    times = bench.seconds(partial(attend, q, k, v, is_causal=True))
+            except Exception as error:  # not every torch has every kernel
+                bench.results.record(f"{name}, {length} rows", error=f"{type(error).__name__}: {error}"[:300])
+                continue
+            us = {"us": median(times) * 1e6, "min_us": min(times) * 1e6}
+            bench.results.record(
+                f"{name}, {length} rows", **us, **{"TFLOP/s of visible keys": flops / min(times) / 1e12}
+            )
 
 
 def contenders(shape: BlendShape, device: torch.device) -> Mapping[str, Callable[[], Contender]]:
@@ -89,14 +120,14 @@ def contenders(shape: BlendShape, device: torch.device) -> Mapping[str, Callable
         attend = torch.nn.functional.scaled_dot_product_attention
         return lambda: attend(ordered, keys, values, attn_mask=mask, enable_gqa=gqa)[0].transpose(0, 1)
 
-    def flex() -> Contender:
+    def flex(**options: str) -> Contender:
         from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
         def visible(b: torch.Tensor, h: torch.Tensor, i: torch.Tensor, j: torch.Tensor) -> torch.Tensor:
             return j <= on_device[i]
 
         found = create_block_mask(visible, None, None, len(positions), shape.tokens, device=str(device))
-        compiled = torch.compile(flex_attention, dynamic=False)
+        compiled = torch.compile(flex_attention, dynamic=False, **options)
         return lambda: compiled(ordered, keys, values, block_mask=found, enable_gqa=gqa)[0].transpose(0, 1)
 
     def flashinfer() -> Contender:
@@ -105,4 +136,5 @@ def contenders(shape: BlendShape, device: torch.device) -> Mapping[str, Callable
         flat = [x[0].transpose(0, 1).contiguous() for x in (keys, values)]
         return lambda: flashinfer.single_prefill_with_kv_cache(q, *flat, custom_mask=mask)
 
-    return {OURS: ours, MASKED: masked, FLEX: flex, "flashinfer": flashinfer}
+    tuned = partial(flex, mode="max-autotune-no-cudagraphs")
+    return {OURS: ours, MASKED: masked, FLEX: flex, "flashinfer": flashinfer, FLEX_TUNED: tuned}

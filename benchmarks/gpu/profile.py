@@ -1,4 +1,4 @@
-"""Step 8: what Nsight Compute counts in one launch each of the kernels that matter most."""
+"""`make gpu`: what Nsight Compute counts in one launch each of the kernels that matter most."""
 
 from __future__ import annotations
 

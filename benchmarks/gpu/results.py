@@ -21,15 +21,18 @@ class Results:
         path: of the file; its folder is there.
         step: its name, in every line.
         gpu: its name, likewise; "" leaves it out.
+        commit: what was measured, likewise.
     """
 
     path: Path
     step: str
     gpu: str = ""
+    commit: str = ""
 
     def record(self, what: str, **fields: Any) -> None:
         """Append a line and print it; mutates the file by one write, so that no line is ever broken."""
-        line = {**({"gpu": self.gpu} if self.gpu else {}), "step": self.step, "what": what, **fields}
+        about = {name: value for name in ("gpu", "commit") if (value := getattr(self, name))}
+        line = {**about, "step": self.step, "what": what, **fields}
         file = os.open(self.path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
         try:
             os.write(file, f"{json.dumps(line, ensure_ascii=False, default=str)}\n".encode())

@@ -1,4 +1,4 @@
-"""Step 2: the roofs, on random data: a copy on the device, copies to and from pinned memory, a product."""
+"""`make gpu`: rooflines, on random data: copies on the device and to and from pinned memory, a product."""
 
 from __future__ import annotations
 
@@ -21,6 +21,15 @@ def run(bench: Bench) -> None:
     fill(source)
     hosts[0].copy_(source)
     _record(bench, COPY, lambda: target.copy_(source), moved_bytes=2 * size)
+    for part in (size >> shift for shift in (10, 8, 6, 4, 2)):
+        _record(
+            bench,
+            f"{COPY} of {part} bytes",
+            lambda part=part: target[:part].copy_(source[:part]),
+            moved_bytes=2 * part,
+        )
+    one = torch.zeros(1, device=bench.device)
+    _record(bench, "a kernel with nothing to do", lambda: one.add_(1))
     _record(bench, "to the device", lambda: target.copy_(hosts[0], non_blocking=True), moved_bytes=size)
     _record(bench, "from the device", lambda: hosts[1].copy_(source, non_blocking=True), moved_bytes=size)
 

@@ -1,4 +1,4 @@
-"""Step 5: compute-sanitizer over small problems: accesses out of bounds, then races."""
+"""`make gpu-tests`: compute-sanitizer over small problems: accesses out of bounds, then races."""
 
 from __future__ import annotations
 

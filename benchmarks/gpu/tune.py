@@ -1,4 +1,4 @@
-"""Step 7: `kvkit tune`, attention first, as far as the time goes."""
+"""`make gpu`: `kvkit tune`, attention first, as far as the time goes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Step 11: pages and attention of JAX arrays, against the same on the host."""
+"""`make gpu`: pages and attention of JAX arrays, against the same on the host."""
 
 from __future__ import annotations
 

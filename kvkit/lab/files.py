@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import shlex
 import subprocess
 from collections.abc import Iterator, Sequence
@@ -135,7 +136,9 @@ def split_options(vllm: str) -> tuple[str, ...]:
 
 
 def commit() -> str | None:
-    """Return the commit of kvkit's sources; None outside a git checkout."""
+    """Return the commit of kvkit's sources: $KVKIT_COMMIT, else the checkout's; None outside of one."""
+    if named := os.environ.get("KVKIT_COMMIT"):
+        return named
     command = ["git", "-C", str(Path(__file__).parent), "rev-parse", "--short", "HEAD"]
     try:
         return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()

@@ -157,10 +157,25 @@ def test_ways_are_measured_beside_products_and_by_size(out: Path) -> None:
         assert {"copy engine", "16 programs"} <= ways
 
 
+def test_choices_are_compared_with_what_they_replaced(out: Path) -> None:
+    lines = {(line["what"], line.get("config")): line for line in rehearse("compare", out)}
+    compiled = lines.pop(("compiled", None))
+    assert compiled["count"] >= 1
+    assert compiled["errors"] == []
+    for line in lines.values():
+        assert line["right"], line["fault"]
+        assert 0 < line["min_us"] <= line["us"]
+    what = {what for what, _ in lines}
+    (encoding,) = (problem.name for problem in three() if problem.bucket.op == "encode_rows")
+    assert {f"{encoding}, neighbours", f"{encoding}, all K first"} < what
+    assert any(name.endswith(", whole") for name in what)
+
+
 def test_peers_compute_the_same(out: Path) -> None:
     lines = {line["what"]: line for line in rehearse("peers", out, without_errors=False)}
-    for name in ("kvkit", "SDPA with a mask", "FlexAttention"):
+    for name in ("kvkit", "SDPA with a mask", "FlexAttention", "FlexAttention, max-autotune"):
         assert lines[name]["off"] < 0.01
+    assert {"FLASH_ATTENTION, 64 rows", "CUDNN_ATTENTION, 64 rows"} < set(lines)
     assert "error" in lines["flashinfer"]  # it is named, and hides no other
 
 
@@ -182,7 +197,7 @@ def test_jax_computes_the_same(out: Path) -> None:
 
 def test_every_measuring_step_is_rehearsed_here() -> None:
     text = Path(__file__).read_text()
-    names = [step.name for step in schedule.STEPS]
+    names = [step.name for step in (*schedule.STEPS, *schedule.TESTS[:2])]
     assert [name for name in names if f'"{name}"' not in text] == []
 
 
