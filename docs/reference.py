@@ -72,6 +72,7 @@ API = (
     "kernels.pages.reference",
     "kernels.pages.jax",
     "kernels.attention.api",
+    "kernels.attention.latent",
     "kernels.attention.rows",
     "kernels.attention.layer",
     "kernels.attention.reference",

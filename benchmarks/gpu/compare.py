@@ -7,14 +7,19 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 from statistics import median
 from typing import Any
 from unittest.mock import patch
 
+import numpy as np
 import torch
 
 from benchmarks.gpu.bench import Bench
 from kvkit.kernels.attention import schedule
+from kvkit.kernels.attention.latent import LatentWeights, absorbs, latent_attention
+from kvkit.kernels.attention.layer import Scoring
+from kvkit.kernels.attention.rows import Rows
 from kvkit.kernels.tuning.cases import Case, Problem
 from kvkit.kernels.tuning.compiling import compile_pool, survey
 from kvkit.kernels.tuning.configs import KernelConfig, Launch, Runnable
@@ -36,7 +41,7 @@ ATTENTIONS = (
 
 def run(bench: Bench) -> None:
     """Record each comparison's lines; what one raises is recorded too, and the next begins."""
-    for compare in (order_of_parts, tiles_and_splits):
+    for compare in (order_of_parts, tiles_and_splits, latent_ways):
         try:
             compare(bench)
         except Exception as error:  # whatever a kernel's launch raises
@@ -77,6 +82,28 @@ def tiles_and_splits(bench: Bench) -> None:
                     if count not in parts:
                         _record(bench, f"{problem.name}, {way}", case, config)
                     parts.add(count)
+
+
+def latent_ways(bench: Bench) -> None:
+    """Compare absorbed and expanded latent attention of DeepSeek-V3's sizes, by number of rows."""
+    on_gpu = bench.device.type == "cuda"
+    heads, length = (128, 8192) if on_gpu else (2, 128)
+    for count in (64, 128, 256, 1292) if on_gpu else (16,):
+        positions = np.sort(np.random.default_rng(0).choice(length, count, replace=False))
+        table, starts = np.random.default_rng(1).permutation(length // 64), np.array([0, count])
+        rows = Rows.of(positions, starts, np.array([length]), table[None], 64, bench.device)
+        new = partial(torch.randn, dtype=torch.bfloat16, device=bench.device)
+        q, pages = new(count, heads, 192), new(len(table), 1, 64, 576)
+        weights = LatentWeights(*(new(heads, 128, 512) * 512**-0.5 for _ in range(2)))
+        scoring = Scoring(192**-0.5)
+        chosen = absorbs(rows, scoring, weights, 64)
+        for absorbed in (True, False):
+            times = bench.seconds(
+                partial(latent_attention, q, pages, weights, rows, scoring, absorbed=absorbed)
+            )
+            way = "absorbed" if absorbed else "expanded"
+            us = {"us": median(times) * 1e6, "min_us": min(times) * 1e6}
+            bench.results.record(f"latents, {count} rows, {way}", **us, chosen=absorbed == chosen)
 
 
 def _configs_of(problem: Problem) -> tuple[KernelConfig, ...]:

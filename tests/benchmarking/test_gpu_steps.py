@@ -162,8 +162,10 @@ def test_choices_are_compared_with_what_they_replaced(out: Path) -> None:
     compiled = lines.pop(("compiled", None))
     assert compiled["count"] >= 1
     assert compiled["errors"] == []
+    latents = [line for (what, _), line in lines.items() if what.startswith("latents")]
+    assert [line["chosen"] for line in latents] in ([True, False], [False, True])
     for line in lines.values():
-        assert line["right"], line["fault"]
+        assert line.get("right", line in latents), line["fault"]
         assert 0 < line["min_us"] <= line["us"]
     what = {what for what, _ in lines}
     (encoding,) = (problem.name for problem in three() if problem.bucket.op == "encode_rows")
