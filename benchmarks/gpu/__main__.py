@@ -45,9 +45,10 @@ STEPS = (
     measuring("compare", 80),
     measuring("defaults", 60),
     measuring("moving", 40),
-    measuring("tune", 125),
+    measuring("engine", 45),
+    measuring("tune", 105),
     measuring("profile", 35),
-    measuring("peers", 90),
+    measuring("peers", 70),
     measuring("blend_rows", 25),
     measuring("with_jax", 25),
 )

@@ -14,7 +14,7 @@ from kvkit.kernels.tuning.devices import tools_here
 from kvkit.kernels.tuning.search import CompileInfo, Roofline, Tools, Trial
 from kvkit.kernels.tuning.tables import tuned_folder
 
-BUDGET_S, PROBLEM_S = 95, 5
+BUDGET_S, PROBLEM_S = 75, 5
 
 
 def run(bench: Bench) -> None:

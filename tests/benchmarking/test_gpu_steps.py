@@ -173,6 +173,13 @@ def test_choices_are_compared_with_what_they_replaced(out: Path) -> None:
     assert any(name.endswith(", whole") for name in what)
 
 
+def test_a_hit_of_the_engine_gives_what_computing_gives(out: Path) -> None:
+    lines = {line["what"]: line for line in rehearse("engine", out)}
+    assert lines["from memory"]["right"], lines["from memory"]["off"]
+    assert all(0 < line["min_s"] <= line["s"] for line in lines.values())
+    assert {"computed", "copy of as many bytes", "from memory, beside a prefill"} < set(lines)
+
+
 def test_peers_compute_the_same(out: Path) -> None:
     lines = {line["what"]: line for line in rehearse("peers", out, without_errors=False)}
     for name in ("kvkit", "SDPA with a mask", "FlexAttention", "FlexAttention, max-autotune"):
