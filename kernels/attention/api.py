@@ -11,6 +11,7 @@ That call compiles the kernels and plans the tiles, which `Rows` keeps. Keep the
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -18,7 +19,11 @@ from kvkit.kernels.attention import checks, torch_cpu
 from kvkit.kernels.attention.layer import RowRotations, Scoring
 from kvkit.kernels.attention.rows import Rows
 from kvkit.kernels.checks import ArraySpec, LaunchError, check_array
+from kvkit.kernels.once import form_of
 from kvkit.kernels.tuning.configs import Launch, run_all
+
+if TYPE_CHECKING:
+    from kvkit.kernels.attention.triton import AttentionPlan, ScatterPlan
 
 
 def blend_attention(
@@ -53,17 +58,18 @@ def blend_attention(
     """
     _check_gradients(q=q, k_pages=k_pages, v_pages=v_pages, out=out)
     tensors = (q, k_pages, v_pages) if out is None else (q, k_pages, v_pages, out)
-    specs = [(x.shape, x.stride(), x.dtype, x.device) for x in tensors]
-    rows.once(("checked", *specs), lambda: _check_attention(q, k_pages, v_pages, rows, out))
-    if q.device.type == "cpu":
+    same_address = k_pages.data_ptr() == v_pages.data_ptr()
+    plan = rows.once(
+        ("checked", scoring, same_address, *map(form_of, tensors)),
+        lambda: _plan_attention(q, k_pages, v_pages, rows, scoring, out),
+    )
+    if plan is None:
         o, lse = torch_cpu.attention(q, k_pages, v_pages, rows, scoring)
         return o if out is None else out.copy_(o), lse
-    from kvkit.kernels.attention import triton
-
     if out is None:
         out = q.new_empty(*q.shape[:2], v_pages.shape[3])
     lse = q.new_empty(q.shape[:2], dtype=torch.float32)
-    _run(triton.attention(q, k_pages, v_pages, rows, scoring, out, lse), q.device)
+    _run(plan.launches(q, k_pages, v_pages, out, lse), q.device)
     return out, lse
 
 
@@ -84,7 +90,7 @@ def rope_scatter(
     Args:
         q, k, v: [M, Hq, D], [M, H, D], [M, H, Dv], not yet rotated, float32, float16 or bfloat16; may be
             views of a fused projection.
-        turns: rotations to the rows' positions.
+        rotations: rotations to the rows' positions; arguments of equal form are checked and prepared once.
         slots: int64 [M] such as `Rows.slots`: block * N + token, each at most once. Rows with a slot < 0 are
             skipped. Slots beyond the pages are an error on a CPU, and skipped on a GPU, where a check would
             have to wait for the device.
@@ -99,14 +105,16 @@ def rope_scatter(
         LaunchError: an argument does not fit; nothing was written.
     """
     _check_gradients(q=q, k=k, v=v, k_pages=k_pages, v_pages=v_pages)
-    checks.check_scatter(q, k, v, rotations, k_pages, v_pages)
-    checks.check_slots(q, slots, k_pages.shape[0] * k_pages.shape[2], deviation)
-    if q.device.type == "cpu":
+    tensors = [x for x in (q, k, v, slots, k_pages, v_pages, deviation) if x is not None]
+    plan = rotations.once(
+        ("checked", *map(form_of, tensors)),
+        lambda: _plan_scatter((q, k, v), rotations, slots, k_pages, v_pages, deviation),
+    )
+    if plan is None:
+        checks.check_slot_range(slots, k_pages.shape[0] * k_pages.shape[2])
         return torch_cpu.scatter(q, k, v, rotations, slots, k_pages, v_pages, deviation)
-    from kvkit.kernels.attention import triton
-
     out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
-    _run(triton.scatter((q, k, v), rotations, slots, k_pages, v_pages, deviation, out), q.device)
+    _run(plan.launches((q, k, v), rotations, slots, k_pages, v_pages, deviation, out), q.device)
     return out
 
 
@@ -123,7 +131,7 @@ def token_deviation(new: torch.Tensor, old: torch.Tensor) -> torch.Tensor:
     """
     _check_gradients(new=new, old=old)
     checks.check_deviation(new, old)
-    if new.device.type == "cpu":
+    if _on_cpu(new):
         return torch_cpu.token_deviation(new, old)
     from kvkit.kernels.attention import triton
 
@@ -158,7 +166,7 @@ def query_scores(
     checks.check_pages(q, k_pages, k_pages if v_pages is None else v_pages)
     checks.check_rows(rows, q, k_pages)
     checks.check_scores(len(rows.lengths), lse, q)
-    if q.device.type == "cpu":
+    if _on_cpu(q):
         return torch_cpu.scores(q, k_pages, v_pages, rows, scoring, lse)
     from kvkit.kernels.attention import triton
 
@@ -167,24 +175,60 @@ def query_scores(
     return out
 
 
-def _check_attention(
-    q: torch.Tensor, k_pages: torch.Tensor, v_pages: torch.Tensor, rows: Rows, out: torch.Tensor | None
-) -> None:
+def _plan_attention(
+    q: torch.Tensor,
+    k_pages: torch.Tensor,
+    v_pages: torch.Tensor,
+    rows: Rows,
+    scoring: Scoring,
+    out: torch.Tensor | None,
+) -> AttentionPlan | None:
+    """Check the arguments, and plan the launches; None: torch computes."""
     checks.check_pages(q, k_pages, v_pages)
     checks.check_rows(rows, q, k_pages)
     if out is not None:
         like = ArraySpec.of(q)
         want = ArraySpec((*like.shape[:2], v_pages.shape[3]), like.dtype, None, like.device)
         check_array("out", ArraySpec.of(out), want)
+    if _on_cpu(q):
+        return None
+    from kvkit.kernels.attention import triton
+
+    return triton.plan_attention(q, k_pages, v_pages, rows, scoring)
+
+
+def _plan_scatter(
+    qkv: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
+    rotations: RowRotations,
+    slots: torch.Tensor,
+    k_pages: torch.Tensor,
+    v_pages: torch.Tensor,
+    deviation: torch.Tensor | None,
+) -> ScatterPlan | None:
+    """Check the arguments, and plan the launches; None: torch computes."""
+    checks.check_scatter(*qkv, rotations, k_pages, v_pages)
+    checks.check_slots(qkv[0], slots, deviation)
+    if _on_cpu(slots):
+        return None
+    from kvkit.kernels.attention import triton
+
+    return triton.plan_scatter(qkv, rotations, k_pages, v_pages, deviation is not None)
 
 
 def _check_gradients(**tensors: torch.Tensor | None) -> None:
     """Refuse tensors that torch records gradients of: the results would be silently detached."""
+    if not torch.is_grad_enabled():
+        return
     for name, tensor in tensors.items():
-        if tensor is not None and tensor.requires_grad and torch.is_grad_enabled():
+        if tensor is not None and tensor.requires_grad:
             raise LaunchError(
                 f"{name}: requires_grad=True, want it detached, or a call under torch.no_grad()"
             )
+
+
+def _on_cpu(tensor: torch.Tensor) -> bool:
+    """Return whether torch computes, not a kernel of Triton."""
+    return tensor.device.type == "cpu"
 
 
 def _run(launches: Sequence[Launch], device: torch.device) -> None:

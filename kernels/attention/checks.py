@@ -79,13 +79,17 @@ def check_scatter(q: Any, k: Any, v: Any, rotations: RowRotations, k_pages: Any,
     check_array("cos_sin", ArraySpec.of(rotations.cos_sin), want_turns)
 
 
-def check_slots(q: torch.Tensor, slots: torch.Tensor, limit: int, deviation: torch.Tensor | None) -> None:
-    """Refuse slots or a deviation that do not fit q; on a CPU, also slots beyond the pages."""
+def check_slots(q: torch.Tensor, slots: torch.Tensor, deviation: torch.Tensor | None) -> None:
+    """Refuse slots or a deviation that do not fit q."""
     count, device = len(q), str(q.device)
     check_array("slots", ArraySpec.of(slots), ArraySpec((count,), "int64", None, device))
     if deviation is not None:
         check_array("deviation", ArraySpec.of(deviation), ArraySpec((count,), "float32", None, device))
-    if slots.device.type == "cpu" and count and int(slots.max()) >= limit:
+
+
+def check_slot_range(slots: torch.Tensor, limit: int) -> None:
+    """Refuse slots, on a CPU, beyond the pages."""
+    if len(slots) and int(slots.max()) >= limit:
         raise LaunchError(f"slots: {int(slots.max())} is out of range, the pages have {limit} slots")
 
 

@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, NamedTuple
+from collections.abc import Callable, Hashable
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 from numpy.typing import NDArray
 
 from kvkit.format.rope import Rope
 from kvkit.kernels.checks import LaunchError
+from kvkit.kernels.once import once
 
 if TYPE_CHECKING:
     import jax
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,6 +56,11 @@ class RowRotations:
 
     rope: Rope
     cos_sin: Any
+    _cached: dict[Hashable, Any] = field(default_factory=dict, init=False, repr=False)
+
+    def once(self, key: Hashable, make: Callable[[], T]) -> T:
+        """Return the result of `make`, which is called once per `key` and shared by all layers."""
+        return once(self._cached, key, make)
 
 
 class Requests(NamedTuple):

@@ -11,6 +11,9 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from kvkit.kernels.once import once
+from kvkit.kernels.uploads import upload
+
 LARGEST_INT32 = 2**31 - 1
 MASK_BYTES = 256 << 20
 """Maximum bytes of masks that the layers of a batch share; each layer makes any further masks itself."""
@@ -108,6 +111,9 @@ class Rows:
     ) -> Rows:
         """Check the rows of a batch, and copy what kernels read of them to `device`.
 
+        On a GPU, the copy is queued on the current stream, and the host does not wait: layers run on this
+        stream, or on one that is ordered after it.
+
         Args:
             positions: integers [M], ascending within a request. A row at a negative position sees no key.
             row_starts: integers [requests + 1], from 0 to M, ascending: a request may have no rows.
@@ -140,15 +146,17 @@ class Rows:
         slots = np.full(len(positions), -1, np.int64)
         block, offset = np.divmod(positions[within], block_tokens)
         slots[within] = tables[request[within], block] * block_tokens + offset
+        on_device = upload((slots, positions.astype(np.int32), tables.astype(np.int32)), torch.device(device))
+        device_slots, device_positions, device_tables = on_device
         return Rows(
             positions=positions,
             row_starts=row_starts,
             lengths=lengths,
             tables=tables,
             block_tokens=block_tokens,
-            slots=torch.from_numpy(slots).to(device),
-            device_positions=_int32(positions, device),
-            device_tables=_int32(tables, device),
+            slots=device_slots,
+            device_positions=device_positions,
+            device_tables=device_tables,
         )
 
     def tiles(self, rows_per_tile: int, split_keys: int | None = None, window: int | None = None) -> Tiles:
@@ -164,11 +172,7 @@ class Rows:
 
     def once(self, key: Hashable, make: Callable[[], T]) -> T:
         """Return the result of `make`, which is called once per `key` and shared by all layers."""
-        try:
-            value: T = self._cached[key]
-        except KeyError:
-            value = self._cached[key] = make()
-        return value
+        return once(self._cached, key, make)
 
     def mask(self, first: int, after: int, begin: int, end: int, window: int | None) -> torch.Tensor:
         """Return the mask of an attention on a CPU: float32 [after - first, end - begin], 0 or -inf.
@@ -224,9 +228,11 @@ class Rows:
         )
         order = np.argsort(item_begin - item_end, kind="stable")
         merges = np.stack([first_row, after_row, np.cumsum(parts * split) - parts, parts], 1)[split]
+        work = np.stack(columns, 1)[order].astype(np.int32), merges.astype(np.int32)
+        items, on_device_merges = upload(work, self.device)
         return Tiles(
-            items=_int32(np.stack(columns, 1)[order], self.device),
-            merges=_int32(merges, self.device),
+            items=items,
+            merges=on_device_merges,
             parts=int(parts[split].sum()),
             keys=int((item_end - item_begin).sum()),
         )
@@ -276,10 +282,6 @@ def _each(counts: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[np.int6
     """Number `counts[i]` items of each owner i: return each item's owner, and its number within the owner."""
     owner = np.repeat(np.arange(len(counts)), counts)
     return owner, np.arange(len(owner)) - np.repeat(np.cumsum(counts) - counts, counts)
-
-
-def _int32(values: NDArray[np.int64], device: torch.device | str) -> torch.Tensor:
-    return torch.from_numpy(values.astype(np.int32)).to(device)
 
 
 def _integers(name: str, values: object, ndim: int) -> NDArray[np.int64]:

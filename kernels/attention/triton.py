@@ -26,7 +26,9 @@ from kvkit.kernels.attention.rows import Rows, Tiles
 from kvkit.kernels.attention.schedule import TileCost, best_split
 from kvkit.kernels.attention.triton_kernels import attend, main_channels, measure, merge, scatter_rows, weigh
 from kvkit.kernels.checks import LaunchError
+from kvkit.kernels.once import form_of
 from kvkit.kernels.tuning.configs import KernelConfig, Launch, ProblemBucket
+from kvkit.kernels.tuning.planned import LaunchPlan
 from kvkit.kernels.tuning.tables import best
 
 PROGRAMS_PER_MULTIPROCESSOR = 2
@@ -185,56 +187,62 @@ def attention(
 
     Without `v_pages` and `out`, they compute only the logsumexp. `config` None means the best known.
     """
-    if not rows.count:
-        return ()
     v = k_pages if v_pages is None else v_pages
-    latent = v_pages is not None and (v.data_ptr(), v.stride()) == (k_pages.data_ptr(), k_pages.stride())
-    key = (
-        "attention",
-        config,
-        scoring,
-        latent,
-        v_pages is None,
-        *((x.shape, x.stride(), x.dtype) for x in (q, k_pages, v)),
-    )
-    plan = rows.once(key, lambda: _plan(q, k_pages, v_pages, rows, scoring, latent, config))
-    parts = lse, lse
-    if plan.merging is not None:
-        counts = plan.tiles.parts, plan.units, plan.tile_rows
-        parts = lse.new_empty(*counts, 0 if out is None else v.shape[3]), lse.new_empty(counts)
-    results = {"part_out": parts[0], "part_lse": parts[1], "out": lse if out is None else out, "lse": lse}
-    arguments = {**plan.arguments, "q": q, "k": k_pages, "v": v, **results}
-    first = Launch(attend, (len(plan.tiles.items) * plan.units,), arguments, plan.config)
-    if plan.merging is None:
-        return (first,)
-    merge_config = plan.merging.config
-    steps = triton.cdiv(plan.tile_rows, dict(merge_config.tiles)["ROWS"])
-    grid = len(plan.tiles.merges) * plan.units, steps
-    return first, Launch(merge, grid, {**results, **plan.merging.arguments}, merge_config)
+    same_address = v_pages is not None and v_pages.data_ptr() == k_pages.data_ptr()
+    key = "attention", config, scoring, same_address, v_pages is None, *map(form_of, (q, k_pages, v))
+    plan = rows.once(key, lambda: plan_attention(q, k_pages, v_pages, rows, scoring, config))
+    return plan.launches(q, k_pages, v_pages, out, lse)
 
 
-class _Plan(NamedTuple):
+RESULTS = "part_out", "part_lse", "out", "lse"
+"""Arguments of `attend` and `merge` that both write or read."""
+
+
+class AttentionPlan(NamedTuple):
     """Launches that layers of a model share if their pages are alike, without a layer's tensors."""
 
-    config: KernelConfig
-    arguments: dict[str, object]  # arguments of `attend`
-    tiles: Tiles
-    units: int  # programs per item
-    tile_rows: int
-    merging: Launch | None  # `merge` without the results; None: no keys are split
+    attending: LaunchPlan | None = None  # None: there are no rows
+    grid: tuple[int, ...] = ()
+    merging: LaunchPlan | None = None  # None: no keys are split
+    merge_grid: tuple[int, ...] = ()
+    parts: tuple[int, ...] = ()  # shape of the logsumexp of the parts to merge
+
+    def launches(
+        self,
+        q: torch.Tensor,
+        k_pages: torch.Tensor,
+        v_pages: torch.Tensor | None,
+        out: torch.Tensor | None,
+        lse: torch.Tensor,
+    ) -> tuple[Launch, ...]:
+        """Return the launches for tensors of the form that was planned for, as `attention` does."""
+        if self.attending is None:
+            return ()
+        v = k_pages if v_pages is None else v_pages
+        parts = lse, lse
+        if self.merging is not None:
+            parts = lse.new_empty(*self.parts, 0 if out is None else v.shape[3]), lse.new_empty(self.parts)
+        results = (*parts, lse if out is None else out, lse)
+        first = _planned(self.attending, self.grid, q, k_pages, v, *results)
+        if self.merging is None:
+            return (first,)
+        return first, _planned(self.merging, self.merge_grid, *results)
 
 
-def _plan(
+def plan_attention(
     q: torch.Tensor,
     k_pages: torch.Tensor,
     v_pages: torch.Tensor | None,
     rows: Rows,
     scoring: Scoring,
-    latent: bool,
-    config: KernelConfig | None,
-) -> _Plan:
+    config: KernelConfig | None = None,
+) -> AttentionPlan:
+    """Plan an attention for tensors of these forms; whether V begins where K does is a part of the form."""
+    if not rows.count:
+        return AttentionPlan()
     heads, group = k_pages.shape[1], q.shape[1] // k_pages.shape[1]
     v = k_pages if v_pages is None else v_pages
+    latent = v_pages is not None and (v.data_ptr(), v.stride()) == (k_pages.data_ptr(), k_pages.stride())
     arguments = {
         **_score_arguments(q, k_pages, v_pages, rows, scoring),
         "LATENT": latent and v.shape[3] == main_channels(k_pages.shape[3]),
@@ -251,9 +259,12 @@ def _plan(
     cost = TileCost(tile_rows, tile_keys, units, size + v_size, v_size, resident)
     tiles = _tiles(rows, tile_rows // pack, cost, scoring.window)
     arguments |= {"work": tiles.items, "PACK": pack, "SPLIT": bool(tiles.parts), "INTERPRET": _interpreted()}
-    arguments |= dict.fromkeys(("q", "k", "v"))
+    own = "q", "k", "v"
+    shared = {name: value for name, value in arguments.items() if name not in own}
+    attending = LaunchPlan(attend, config, shared, (*own, *RESULTS))
+    grid = (len(tiles.items) * units,)
     if not tiles.parts:
-        return _Plan(config, arguments, tiles, units, tile_rows, None)
+        return AttentionPlan(attending, grid)
     merging = {
         "work": tiles.merges,
         "heads": heads,
@@ -264,7 +275,13 @@ def _plan(
         "VALUES": v_pages is not None,
     }
     merge_config = _best(merge, {"part_out": torch.empty(tiles.parts, 0), **merging})
-    return _Plan(config, arguments, tiles, units, tile_rows, Launch(merge, (), merging, merge_config))
+    merge_grid = len(tiles.merges) * units, triton.cdiv(tile_rows, dict(merge_config.tiles)["ROWS"])
+    merge_plan = LaunchPlan(merge, merge_config, merging, RESULTS)
+    return AttentionPlan(attending, grid, merge_plan, merge_grid, (tiles.parts, units, tile_rows))
+
+
+def _planned(plan: LaunchPlan, grid: tuple[int, ...], *tensors: torch.Tensor) -> Launch:
+    return Launch(plan.kernel, grid, plan.arguments(*tensors), plan.config)
 
 
 def scores(
@@ -312,21 +329,52 @@ def scatter(
     config: KernelConfig | None = None,
 ) -> tuple[Launch, ...]:
     """Return the launches of `api.rope_scatter`, rotated q into contiguous `out`; checks nothing."""
+    key = "scatter", config, deviation is None, *map(form_of, (*qkv, k_pages, v_pages))
+    plan = rotations.once(
+        key, lambda: plan_scatter(qkv, rotations, k_pages, v_pages, deviation is not None, config)
+    )
+    return plan.launches(qkv, rotations, slots, k_pages, v_pages, deviation, out)
+
+
+class ScatterPlan(NamedTuple):
+    """A launch that layers of a model share if their pages are alike, without a layer's tensors."""
+
+    scattering: LaunchPlan
+    grid: tuple[int, ...]
+
+    def launches(
+        self,
+        qkv: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
+        rotations: RowRotations,
+        slots: torch.Tensor,
+        k_pages: torch.Tensor,
+        v_pages: torch.Tensor,
+        deviation: torch.Tensor | None,
+        out: torch.Tensor,
+    ) -> tuple[Launch, ...]:
+        """Return the launches for tensors of the form that was planned for, as `scatter` does."""
+        if not self.grid[0]:
+            return ()
+        cos_sin = rotations.cos_sin
+        moved = cos_sin if deviation is None else deviation
+        tensors = (*qkv, cos_sin, slots, k_pages, v_pages, out, moved)
+        return (_planned(self.scattering, self.grid, *tensors),)
+
+
+def plan_scatter(
+    qkv: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
+    rotations: RowRotations,
+    k_pages: torch.Tensor,
+    v_pages: torch.Tensor,
+    deviates: bool,
+    config: KernelConfig | None = None,
+) -> ScatterPlan:
+    """Plan a rotation and scatter for tensors of these forms; `deviates`: with a deviation."""
     (q, k, v), rope = qkv, rotations.rope
     count, query_heads, size = q.shape
-    if not count:
-        return ()
     heads, tokens = k_pages.shape[1:3]
-    arguments = {
-        "q": q,
-        "k": k,
-        "v": v,
-        "cos_sin": rotations.cos_sin,
-        "slots": slots,
-        "k_pages": k_pages,
-        "v_pages": v_pages,
-        "out": out,
-        "deviation": rotations.cos_sin if deviation is None else deviation,
+    own = "q", "k", "v", "cos_sin", "slots", "k_pages", "v_pages", "out", "deviation"
+    shared = {
         **_strides(("row", "head"), q=q, k=k, v=v),
         **_strides(("block", "page_head", "token"), k=k_pages, v=v_pages),
         "count": count,
@@ -339,13 +387,13 @@ def scatter(
         "FIRST": rope.first,
         "CHANNELS": rope.channels,
         "INTERLEAVED": rope.interleaved,
-        "DEVIATION": deviation is not None,
+        "DEVIATION": deviates,
     }
-    config = config or _best(scatter_rows, arguments)
+    config = config or _best(scatter_rows, {"q": q, **shared})
     # a program has one head, or all K heads of a row if their deviations are summed
-    units = query_heads + (1 if deviation is not None else heads) + heads
+    units = query_heads + (1 if deviates else heads) + heads
     grid = triton.cdiv(count, dict(config.tiles)["ROWS"]), units
-    return (Launch(scatter_rows, grid, arguments, config),)
+    return ScatterPlan(LaunchPlan(scatter_rows, config, shared, own), grid)
 
 
 def deviation(

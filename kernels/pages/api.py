@@ -92,7 +92,18 @@ class _Selection(NamedTuple):
 
     ids: NDArray[np.int64]  # [chunks, I]
     are_slots: bool  # False: `ids` are blocks
-    token_slots: NDArray[np.int64]  # slots [chunks, T] of every token (opaque: of whole pages)
+    block_tokens: int  # slots of a block; opaque: 1, a whole page
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """Numbers of chunks, and of tokens of a chunk."""
+        return len(self.ids), self.ids.shape[1] * (1 if self.are_slots else self.block_tokens)
+
+    def token_slots(self) -> NDArray[np.int64]:
+        """Return the slots [chunks, T] of every token (opaque: of whole pages)."""
+        if self.are_slots:
+            return np.ascontiguousarray(self.ids)
+        return checks.token_slots(self.ids, self.block_tokens)
 
 
 def _move(
@@ -104,17 +115,16 @@ def _move(
     after: CudaEvents | None,
     to_records: bool,
 ) -> None:
-    chunks, tokens = selection.token_slots.shape
+    chunks, tokens = selection.shape
     if len(records) != chunks:
         raise LaunchError(f"records: {len(records)} given for {chunks} chunks")
     row_bytes = pages.group.stored.row_bytes
     if to_records and not pages.whole:
         raise LaunchError("pages: they have a part of the heads of a record, and are only unpacked into")
     size = len(pages.group.layers) * pages.shares * pages.heads * tokens * row_bytes
-    for i, record in enumerate(records):
-        checks.check_record(f"records[{i}]", record, size, pages.device, to_records)
+    checks.check_records(records, size, pages.device, to_records)
     if pages.order is not None:
-        _move_ordered(pages, records, selection.token_slots, rotation, threads, to_records)
+        _move_ordered(pages, records, selection.token_slots(), rotation, threads, to_records)
         return
     resolved = None if rotation is None else checks.resolve_rotation(pages.group, rotation, chunks, tokens)
     if threads is None:
@@ -123,22 +133,23 @@ def _move(
         raise LaunchError(f"threads={threads}: want at least 1")
     if not chunks:
         return
-    if pages.device.type == "cuda":
+    if _on_gpu(pages):
         device_move = device.DeviceMove(pages, selection.ids, selection.are_slots, to_records, resolved)
         device.move(device_move, records, after)
         return
     arrays = [record for record in records if isinstance(record, np.ndarray)]
+    slots = selection.token_slots()
     if pages.device.type == "cpu":
         from kvkit.kernels.pages import numba
 
         addresses = np.array([array.ctypes.data for array in arrays], np.int64)
-        job = numba.Job.of(pages, addresses, selection.token_slots, to_records)
+        job = numba.Job.of(pages, addresses, slots, to_records)
         conversion = numba.Conversion.of(pages.group, resolved)
         numba.move(job, conversion, threads, (pages, arrays))
     elif to_records:
-        reference.pack(pages.group, pages.parts, arrays, selection.token_slots)
+        reference.pack(pages.group, pages.parts, arrays, slots)
     else:
-        reference.unpack(pages.group, pages.parts, arrays, selection.token_slots, rotation)
+        reference.unpack(pages.group, pages.parts, arrays, slots, rotation)
 
 
 def _move_ordered(
@@ -173,6 +184,11 @@ def _move_ordered(
             ordered.write_block_elements(pages, i, slots[present], dense[0][:, present.ravel()])
 
 
+def _on_gpu(pages: Pages) -> bool:
+    """Return whether kernels of Triton move the pages."""
+    return pages.device.type == "cuda"
+
+
 def _select(pages: Pages, blocks: NDArray[np.int64] | None, slots: NDArray[np.int64] | None) -> _Selection:
     name, ids, limit = checks.check_chunks(
         pages.group, (pages.blocks, pages.tokens), blocks, slots, ("int64",)
@@ -180,6 +196,4 @@ def _select(pages: Pages, blocks: NDArray[np.int64] | None, slots: NDArray[np.in
     if not isinstance(ids, np.ndarray):
         raise LaunchError(f"{name}: {type(ids).__name__}, want a numpy array")
     checks.check_range(name, ids, limit)
-    if name == "slots":
-        return _Selection(ids, True, np.ascontiguousarray(ids))
-    return _Selection(ids, False, checks.token_slots(ids, pages.tokens))
+    return _Selection(ids, name == "slots", pages.tokens)

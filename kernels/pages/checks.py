@@ -109,8 +109,8 @@ def check_chunks(
         raise LaunchError(
             f"blocks: the pages' N = {tokens} is not block_tokens = {group.block_tokens}: give slots"
         )
-    dtype = str(getattr(ids, "dtype", type(ids).__name__))
-    if dtype not in dtypes:
+    dtype = getattr(ids, "dtype", type(ids).__name__)
+    if dtype not in dtypes:  # numpy compares a dtype with a name
         raise LaunchError(f"{name}: {dtype}, want an array of {' or '.join(dtypes)}")
     if ids.ndim != 2 or (len(ids) and not ids.shape[1]):
         raise LaunchError(f"{name}: {ids.shape}, want [chunks, at least 1]")
@@ -123,7 +123,16 @@ def check_range(name: str, ids: NDArray[Any], limit: int) -> None:
         raise LaunchError(f"{name}: {ids.max()} is out of range, the pages have {limit} {name}")
 
 
-def check_record(name: str, record: object, want: int, device: torch.device, to_records: bool) -> None:
+def check_records(records: Sequence[object], want: int, device: torch.device, to_records: bool) -> None:
+    """Refuse records that are not `want` contiguous bytes where `device` reaches them."""
+    for i, record in enumerate(records):
+        fits = isinstance(record, np.ndarray) and record.dtype == np.uint8 and record.shape == (want,)
+        flags = record.flags if fits else None  # type: ignore[attr-defined]
+        if flags is None or not flags.c_contiguous or (to_records and not flags.writeable):
+            _check_record(f"records[{i}]", record, want, device, to_records)
+
+
+def _check_record(name: str, record: object, want: int, device: torch.device, to_records: bool) -> None:
     import torch
 
     if isinstance(record, torch.Tensor) and device.type == "cuda":

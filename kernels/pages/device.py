@@ -70,8 +70,15 @@ class DeviceMove:
     to_records: bool
     turns: ResolvedRotation | None = None
 
+    @property
+    def record_alignment(self) -> int:
+        """Bytes that a record's address must be a multiple of, for a kernel to access it."""
+        return 1 if self.turns is None or self.pages.group.precision else self.pages.group.item_bytes
+
     def part(self, chunks: Sequence[int]) -> DeviceMove:
-        """Return the move of some of the chunks."""
+        """Return the move of some of the chunks, in ascending order."""
+        if len(chunks) == len(self.ids):
+            return self
         turns = self.turns and self.turns._replace(rows=self.turns.rows[chunks])
         return replace(self, ids=self.ids[chunks], turns=turns)
 
@@ -83,15 +90,15 @@ class DeviceMove:
         """
         from kvkit.kernels.pages import triton as kernels
 
-        launch = kernels.move(
+        return kernels.move(
             self.pages,
             np.array(addresses, np.int64),
             self.ids,
             self.to_records,
             slots=self.slots,
             rotation=self.turns,
+            programs=programs,
         )
-        return kernels.capped(launch, programs) if programs else launch
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -127,7 +134,7 @@ def move(
     device = wanted.pages.device
     tensors = [_tensor(record) for record in records]
     if device.type == "cpu":  # interpreted
-        run_all(steps(wanted, tensors, [record.data_ptr() for record in tensors], buffer_bytes))
+        _run(wanted, tensors, [record.data_ptr() for record in tensors], buffer_bytes)
         return
     with torch.cuda.device(device):
         if torch.cuda.is_current_stream_capturing():
@@ -140,7 +147,7 @@ def move(
             stream = torch.cuda.current_stream(device)
             for event in after or ():
                 stream.wait_event(event)
-            run_all(steps(wanted, tensors, local_addresses, buffer_bytes))
+            _run(wanted, tensors, local_addresses, buffer_bytes)
         else:
             with streams.own(device, wanted.to_records, after) as stream:
                 programs = best_programs(len(tensors[0]), local_addresses.count(None), wanted.to_records)
@@ -148,10 +155,26 @@ def move(
                     streams.device_address(record.data_ptr()) if address is None and programs else address
                     for address, record in zip(local_addresses, tensors, strict=True)
                 ]
-                run_all(steps(wanted, tensors, addresses, buffer_bytes, programs))
+                _run(wanted, tensors, addresses, buffer_bytes, programs)
         for record in tensors:
             if record.device == device:
                 record.record_stream(stream)
+
+
+def _run(
+    wanted: DeviceMove,
+    records: Sequence[torch.Tensor],
+    addresses: Sequence[int | None],
+    buffer_bytes: int,
+    programs: int = 0,
+) -> None:
+    """Run the steps of a move: a single launch where a kernel reaches all records, the usual case."""
+    alignment = wanted.record_alignment
+    found = [address for address in addresses if address is not None and address % alignment == 0]
+    if len(found) == len(records):
+        wanted.launch(found, programs).run()
+    else:
+        run_all(steps(wanted, records, addresses, buffer_bytes, programs))
 
 
 def programs_config(programs: int) -> KernelConfig:
@@ -226,6 +249,8 @@ def _tensor(record: Record) -> torch.Tensor:
     """Return a record's memory as a tensor, without torch's warning about read-only arrays."""
     if isinstance(record, torch.Tensor):
         return record
+    if record.flags.writeable:
+        return torch.from_numpy(record)
     return torch.from_numpy(
         np.ctypeslib.as_array((ctypes.c_uint8 * len(record)).from_address(record.ctypes.data))
     )

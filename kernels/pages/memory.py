@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Hashable, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
@@ -11,8 +12,11 @@ from numpy.typing import NDArray
 
 from kvkit.format.layout import LayerGroup
 from kvkit.kernels.checks import LaunchError
+from kvkit.kernels.once import once
 from kvkit.kernels.pages import checks
 from kvkit.kernels.pages.reference import Part
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -28,6 +32,7 @@ class Pages:
     table: NDArray[np.int64]  # [parts, 7]: layer * shares + index of the layer's share, first byte in a
     # record's row, bytes of a row, address, and strides of B, H, N in bytes
     order: torch.Tensor | None = None  # offset of each element in a block that is not dense; see `of`
+    _cached: dict[Hashable, Any] = field(default_factory=dict, init=False, repr=False)
 
     @property
     def device(self) -> torch.device:
@@ -50,8 +55,15 @@ class Pages:
         """True if the pages have all heads of the records."""
         return self.shares == 1 and self.group.page_bytes in (None, int(self.table[0, 2]))
 
+    def once(self, key: Hashable, make: Callable[[], T]) -> T:
+        """Return the result of `make`, which is called once per `key` and shared by all moves."""
+        return once(self._cached, key, make)
+
     def layer(self, index: int) -> Pages:
-        """Return the pages of the layer with this index in the group, as a group of its own: a view."""
+        """Return the pages of the layer with this index, as a group of its own: a view, made once."""
+        return self.once(("layer", index), lambda: self._layer(index))
+
+    def _layer(self, index: int) -> Pages:
         rows = self.table[self.table[:, 0] // self.shares == index].copy()
         rows[:, 0] %= self.shares
         layer_parts = (part for part in self.parts if part.layer // self.shares == index)

@@ -9,9 +9,8 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Mapping
-from dataclasses import replace
-from typing import TYPE_CHECKING, Any, NamedTuple
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -22,7 +21,9 @@ from triton.runtime.jit import JITFunction
 from kvkit.format.layout import LARGEST, SMALLEST_AMAX
 from kvkit.kernels.pages.triton_kernels import copy_rows, decode_rows, encode_rows
 from kvkit.kernels.tuning.configs import KernelConfig, Launch, ProblemBucket
+from kvkit.kernels.tuning.planned import LaunchPlan
 from kvkit.kernels.tuning.tables import best
+from kvkit.kernels.uploads import upload
 
 if TYPE_CHECKING:
     from kvkit.format.rope import Rope
@@ -30,6 +31,11 @@ if TYPE_CHECKING:
     from kvkit.kernels.pages.memory import Pages
 
 VECTOR_BYTES = 16
+ARRAYS = "parts", "records", "ids"
+ROTATION = "cos_sin", "which"
+"""Further arrays, if keys are rotated."""
+NUMBERS = "tokens", "ids_count", "tiles", "count"
+"""Integers that differ from move to move."""
 WORDS = {8: tl.int64, 4: tl.int32, 2: tl.int16, 1: tl.int8}
 
 
@@ -72,11 +78,12 @@ def move(
     slots: bool = False,
     rotation: ResolvedRotation | None = None,
     config: KernelConfig | None = None,
+    programs: int = 0,
 ) -> Launch:
     """Return the launch that packs (`to_records`) or unpacks. Copies small arrays to the pages' device.
 
     Checks nothing (`api` does) and starts nothing. The caller keeps pages and records alive until the device
-    is done.
+    is done. What depends only on the pages is chosen once, and kept in them.
 
     Args:
         pages: pages of one group; the engine's memory.
@@ -85,56 +92,67 @@ def move(
         ids: [chunks, I], blocks or, with `slots`, each token's block * N + index in the block; ids < 0 are
             skipped.
         rotation: rotation of the keys; None: keys are not rotated.
-        config: configuration to use; None: the best known.
+        config: configuration to use; None: the best known when the pages first moved so many bytes.
+        programs: maximum number of programs, which then move several tiles each; 0: a program for each tile.
+            For pinned memory: a few programs fill the bus; more would wait for it and take room from others.
     """
-    if pages.group.precision is None and rotation is None:
-        choice = _choose_copy(pages, records, to_records)
-    elif to_records:
-        choice = _choose_encode(pages, records)
-    else:
-        choice = _choose_decode(pages, records, None if rotation is None else rotation.rope)
+    rope = None if rotation is None else rotation.rope
+    alignment = math.gcd(VECTOR_BYTES, int(np.bitwise_or.reduce(records)))
+    choice = pages.once(
+        ("kernel", to_records, rope, alignment), lambda: _choose(pages, alignment, to_records, rope)
+    )
+    granule = 1 if slots else pages.tokens
+    tokens = ids.shape[1] * granule
+    counts = len(choice.parts), pages.heads, tokens
+    size = power_of_2(len(records) * math.prod(counts) * choice.constants["RECORD_ROW"])
+    plan = pages.once(
+        ("plan", choice, slots, size, config, programs > 0),
+        lambda: _plan(choice, (len(records), *counts), granule, slots, config, programs > 0),
+    )
     if slots:
         blocks, offsets = np.divmod(ids, pages.tokens)
         ids = np.where(ids < 0, -1, blocks << 32 | offsets)
     else:
         ids = np.maximum(ids, -1).astype(np.int32)
-    arrays: dict[str, NDArray[Any]] = {"parts": choice.parts, "records": records, "ids": ids}
+    arrays: list[NDArray[Any]] = [choice.parts.ravel(), records, ids.ravel()]
     if rotation is not None:
-        arrays |= {"cos_sin": rotation.cos_sin, "which": rotation.rows}
-    granule = 1 if slots else pages.tokens
-    tokens = ids.shape[1] * granule
-    arguments = {
+        arrays += rotation.cos_sin.ravel(), rotation.rows.ravel()
+    tiles = -(-tokens * choice.row_work // max(dict(plan.config.tiles)["TILE"], choice.min_tile))
+    grid: tuple[int, ...] = len(records) * tiles, pages.heads, len(choice.parts)
+    count = math.prod(grid)
+    if programs:
+        grid = (min(programs, count),)
+    own = *upload(arrays, pages.device), tokens, ids.shape[1], tiles, count
+    return Launch(plan.kernel, grid, plan.arguments(*own), plan.config)
+
+
+def _plan(
+    choice: _KernelChoice,
+    counts: tuple[int, int, int, int],
+    granule: int,
+    slots: bool,
+    config: KernelConfig | None,
+    persistent: bool,
+) -> LaunchPlan:
+    """Return the launch that moves of about as many bytes share; counts: chunks, parts, heads and tokens."""
+    chunks, parts, heads, tokens = counts
+    shared = {
         **choice.constants,
-        **_upload(arrays, pages.device),
-        "parts_count": len(choice.parts),
-        "heads": pages.heads,
-        "tokens": tokens,
-        "ids_count": ids.shape[1],
+        "parts_count": parts,
+        "heads": heads,
         "GRANULE": granule,
         "SLOTS": slots,
         "PERSISTENT": False,
         "INTERPRET": not isinstance(choice.kernel, JITFunction),
     }
     space = configs(choice.kernel.__name__)
-    draft = Launch(choice.kernel, (0,), arguments, space[0])
+    draft = Launch(choice.kernel, (), {**shared, "records": np.empty(chunks), "tokens": tokens}, space[0])
     config = config or best(bucket(draft), space[0], space, choice.kernel)
-    tiles = -(-tokens * choice.row_work // max(dict(config.tiles)["TILE"], choice.min_tile))
-    grid = len(records) * tiles, pages.heads, len(choice.parts)
-    return replace(
-        draft, grid=grid, arguments=arguments | {"tiles": tiles, "count": math.prod(grid)}, config=config
-    )
+    return LaunchPlan(choice.kernel, config, shared | {"PERSISTENT": persistent}, choice.arrays, NUMBERS)
 
 
-def capped(launch: Launch, programs: int) -> Launch:
-    """Limit a launch of `move` to so many programs, which then move several tiles each.
-
-    For pinned memory: a few programs fill the bus; more would wait for it and take room from others.
-    """
-    grid = (min(programs, launch.arguments["count"]),)
-    return replace(launch, grid=grid, arguments={**launch.arguments, "PERSISTENT": True})
-
-
-class _KernelChoice(NamedTuple):
+@dataclass(frozen=True, slots=True, eq=False)
+class _KernelChoice:
     """Kernel of a move, with its compile-time arguments."""
 
     kernel: Any  # copy_rows, decode_rows or encode_rows
@@ -142,12 +160,20 @@ class _KernelChoice(NamedTuple):
     row_work: int  # units of a tile that a row takes at most, see `configs`
     min_tile: int  # smallest tile
     constants: dict[str, Any]  # compile-time arguments
+    arrays: tuple[str, ...] = ARRAYS  # arguments of each launch, besides NUMBERS
 
 
-def _choose_copy(pages: Pages, records: NDArray[np.int64], to_records: bool) -> _KernelChoice:
+def _choose(pages: Pages, alignment: int, to_records: bool, rope: Rope | None) -> _KernelChoice:
+    """Choose the kernel for records at multiples of `alignment` bytes."""
+    if pages.group.precision is None and rope is None:
+        return _choose_copy(pages, alignment, to_records)
+    return _choose_encode(pages, alignment) if to_records else _choose_decode(pages, alignment, rope)
+
+
+def _choose_copy(pages: Pages, alignment: int, to_records: bool) -> _KernelChoice:
     parts, group = pages.table, pages.group
     row_bytes = group.page_bytes or group.channels * group.item_bytes
-    align = _align(parts[:, 1:3], parts[:, 3:], records, row_bytes)
+    align = _align(parts[:, 1:3], parts[:, 3:], alignment, row_bytes)
     unit = min(align, max(WORDS))
     row = int(parts[:, 2].max()) // align
     constants = {
@@ -160,33 +186,33 @@ def _choose_copy(pages: Pages, records: NDArray[np.int64], to_records: bool) -> 
     return _KernelChoice(copy_rows, _in_units(parts, unit), row, 1, constants)
 
 
-def _choose_decode(pages: Pages, records: NDArray[np.int64], rope: Rope | None) -> _KernelChoice:
+def _choose_decode(pages: Pages, alignment: int, rope: Rope | None) -> _KernelChoice:
     group, halves = pages.group, pages.halves()
     parts = _in_units(halves, group.item_bytes)
     unit, row_size = group.stored.item_bytes, group.stored.channels
     first, pairs = (rope.first, rope.channels // 2) if rope else (0, 0)
     width = math.gcd(_align(halves[:, 2:]) // group.item_bytes, first, pairs)
     row = -(-int(parts[:, 2].max()) // (2 * width))
-    alignment = _align(records, parts[:, 1] * unit, row_size * unit) // unit
+    record_width = _align(alignment, parts[:, 1] * unit, row_size * unit) // unit
     constants = {
-        "cos_sin": None,
-        "which": None,
+        **({} if rope else dict.fromkeys(ROTATION)),
         "DTYPE": group.dtype,
         "FORM": group.precision,
         "CHANNELS": group.channels,
-        "SCALE_BYTES": _align(records, row_size, group.channels, 4) if group.precision else 4,
+        "SCALE_BYTES": _align(alignment, row_size, group.channels, 4) if group.precision else 4,
         "WIDTH": width,
-        "RECORD_WIDTH": math.gcd(alignment, width),
+        "RECORD_WIDTH": math.gcd(record_width, width),
         "RECORD_ROW": row_size,
         "ROW": row,
         "FIRST": first,
         "PAIRS": pairs,
         "INTERLEAVED": rope is not None and rope.interleaved,
     }
-    return _KernelChoice(decode_rows, parts, row, 1, constants)
+    arrays = (*ARRAYS, *ROTATION) if rope else ARRAYS
+    return _KernelChoice(decode_rows, parts, row, 1, constants, arrays)
 
 
-def _choose_encode(pages: Pages, records: NDArray[np.int64]) -> _KernelChoice:
+def _choose_encode(pages: Pages, alignment: int) -> _KernelChoice:
     group, halves = pages.group, pages.halves()
     assert group.precision is not None
     parts = _in_units(halves, group.item_bytes)
@@ -195,9 +221,9 @@ def _choose_encode(pages: Pages, records: NDArray[np.int64]) -> _KernelChoice:
         "DTYPE": group.dtype,
         "FORM": group.precision,
         "CHANNELS": group.channels,
-        "SCALE_BYTES": _align(records, row_size, group.channels, 4),
+        "SCALE_BYTES": _align(alignment, row_size, group.channels, 4),
         "WIDTH": _align(halves[:, 2:]) // group.item_bytes,
-        "RECORD_WIDTH": _align(records, row_size, parts[:, 1]),
+        "RECORD_WIDTH": _align(alignment, row_size, parts[:, 1]),
         "RECORD_ROW": row_size,
         "COLUMNS": columns,
         "LARGEST": LARGEST[group.precision],
@@ -221,21 +247,3 @@ def _align(*numbers: NDArray[np.int64] | int) -> int:
 def power_of_2(number: int) -> int:
     """Return the smallest power of two that is not less than `number`."""
     return 1 << (number - 1).bit_length()
-
-
-def _upload(arrays: Mapping[str, NDArray[Any]], device: torch.device) -> dict[str, torch.Tensor]:
-    """Upload arrays in one copy; each begins at a multiple of 16 bytes of the same memory.
-
-    The copy is queued on the current stream. CUDA has read pageable memory when the call returns.
-    """
-    starts = [0]
-    for array in arrays.values():
-        starts.append(starts[-1] + -(-array.nbytes // VECTOR_BYTES) * VECTOR_BYTES)
-    joined = np.empty(starts[-1], np.uint8)
-    for start, array in zip(starts, arrays.values(), strict=False):
-        joined[start : start + array.nbytes] = np.ascontiguousarray(array).reshape(-1).view(np.uint8)
-    memory = torch.from_numpy(joined).to(device, non_blocking=True)
-    return {
-        name: memory[start : start + array.nbytes].view(getattr(torch, array.dtype.name)).view(array.shape)
-        for start, (name, array) in zip(starts, arrays.items(), strict=False)
-    }

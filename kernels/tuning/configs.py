@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
 
 from kvkit.kernels.caches import use_triton_cache
+from kvkit.kernels.tuning.planned import PlannedArguments
 
 
 class KernelConfig(NamedTuple):
@@ -54,7 +55,10 @@ def run_all(launches: Iterable[Runnable]) -> None:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Launch:
-    """A Triton kernel with its grid and arguments, ready to run or to compile for another target."""
+    """A Triton kernel with its grid and arguments, ready to run or to compile for another target.
+
+    Arguments of a `LaunchPlan` start its compiled kernel, which takes the host less time.
+    """
 
     kernel: Any  # the `triton.jit` function
     grid: tuple[int, ...]
@@ -63,13 +67,23 @@ class Launch:
 
     def run(self) -> None:
         """Start the kernel on the current device and stream; mutates what the kernel writes."""
+        arguments = self.arguments
+        planned = arguments if isinstance(arguments, PlannedArguments) and self._follows(arguments) else None
+        if planned is not None and planned.plan.start(self.grid, planned.own):
+            return
         use_triton_cache()
-        self.kernel[self.grid](**self._kernel_arguments())
+        compiled = self.kernel[self.grid](**self._kernel_arguments())
+        if planned is not None:
+            planned.plan.keep(compiled, planned.own)
 
     def compile(self) -> Any:
         """Compile what `run` would start on Triton's active driver; starts nothing."""
         use_triton_cache()
         return self.kernel.warmup(grid=self.grid, **self._kernel_arguments())
+
+    def _follows(self, arguments: PlannedArguments) -> bool:
+        """Return whether kernel and configuration are the plan's: not so in some copies by `replace`."""
+        return self.kernel is arguments.plan.kernel and self.config is arguments.plan.config
 
     def _kernel_arguments(self) -> dict[str, Any]:
         options = {"num_warps": self.config.warps, "num_stages": self.config.stages}

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 
 from kvkit.format.rope import Rope
-from kvkit.kernels.attention import reference, torch_cpu
+from kvkit.kernels.attention import checks, reference, torch_cpu
 from kvkit.kernels.attention.api import blend_attention, query_scores, rope_scatter, token_deviation
 from kvkit.kernels.attention.layer import RowRotations, Scoring
 from kvkit.kernels.attention.rows import Rows, RowsError
@@ -475,6 +475,34 @@ def test_scatter_that_cannot_be() -> None:
             rope_scatter(**(good | change))
     assert (good["k_pages"] == 7).all()
     assert (good["v_pages"] == 7).all()
+
+
+def test_layers_of_one_form_are_checked_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The attention's by their rows, the scatter's by their rotations; values of slots in each layer."""
+    checked: list[str] = []
+    for name in ("check_rows", "check_scatter"):
+        check = getattr(checks, name)
+        monkeypatch.setattr(checks, name, lambda *given, n=name, c=check: (checked.append(n), c(*given)))
+    batch = Rows.of(np.array([3, 9]), np.array([0, 2]), np.array([12]), np.arange(3)[None], 4)
+    rotations = RowRotations(Rope((1.0, 0.1)), torch.zeros(2, 4))
+    k_pages, v_pages = torch.zeros(3, 2, 4, 8), torch.zeros(3, 2, 4, 6)
+
+    def layer(slots: torch.Tensor, **changes: torch.Tensor) -> None:
+        given = {"q": torch.zeros(2, 4, 8), "k": torch.zeros(2, 2, 8), "v": torch.zeros(2, 2, 6)} | changes
+        q = rope_scatter(**given, rotations=rotations, slots=slots, k_pages=k_pages, v_pages=v_pages)
+        blend_attention(q, k_pages, v_pages, batch, Scoring(1.0))
+
+    layer(batch.slots)
+    layer(batch.slots.clone())
+    assert checked == ["check_scatter", "check_rows"]
+    with pytest.raises(LaunchError, match="slots: 12 is out of range"):
+        layer(torch.tensor([0, 12]))
+    for change in ({"v": torch.zeros(2, 2, 8)}, {"k": torch.zeros(2, 2, 8).half()}):
+        for _ in range(2):  # a form that was refused is refused again
+            with pytest.raises(LaunchError):
+                layer(batch.slots, **change)
+    with pytest.raises(LaunchError, match="k: strides"):
+        layer(batch.slots, k=torch.zeros(2, 8, 2).transpose(1, 2))
 
 
 def test_deviation_that_cannot_be() -> None:

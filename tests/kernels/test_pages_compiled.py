@@ -18,11 +18,10 @@ from kvkit.kernels.pages.checks import ResolvedRotation
 from kvkit.kernels.pages.memory import Pages
 from kvkit.kernels.tuning.compiling import StandInDriver, driver_for
 
-def made(chunks=1, length=2, layers=2, programs=0, precision=None, **more):
+def made(chunks=1, length=2, layers=2, precision=None, **more):
     group = LayerGroup(tuple(range(layers)), 2, 64, 64, "bfloat16", block_tokens=16, precision=precision)
     pages = Pages.of(group, group.pages(2))
-    launch = kernels.move(pages, 4096 * (1 + np.arange(chunks)), np.zeros((chunks, length), np.int64), **more)
-    return kernels.capped(launch, programs) if programs else launch
+    return kernels.move(pages, 4096 * (1 + np.arange(chunks)), np.zeros((chunks, length), np.int64), **more)
 
 def compiled(launch, backend, arch, threads):
     with driver_for(StandInDriver(GPUTarget(backend, arch, threads))):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 from math import prod
 from typing import Any
 
@@ -236,17 +237,18 @@ def test_configurations_give_the_same_bytes() -> None:
     turns = ResolvedRotation(rope, *Rotation(rope, np.array([3])).resolve(1, 8))
     for group in (exact, replace(exact, precision="fp8")):
         results = []
-        for tile, programs in ((16, None), (64, None), (1024, None), (16, 5), (64, 1), (1024, 99)):
+        for tile, programs in ((16, 0), (64, 0), (1024, 0), (16, 5), (64, 1), (1024, 99)):
             config = KernelConfig((("TILE", tile),))
             record = np.full(group.chunk_bytes(8), POISON, np.uint8)
             out = group.pages(3, POISON)
             address = np.array([record.ctypes.data])
             source, into = Pages.of(group, pages), Pages.of(group, out)
-            pack = kernels.move(source, address, ids, True, config=config)
-            unpack = kernels.move(into, address, ids, False, rotation=turns, config=config)
-            for launch in pack, unpack:
-                few = launch if programs is None else kernels.capped(launch, programs)
-                assert programs is None or few.grid == (min(programs, prod(launch.grid)),)
+            for pages_moved, to_records, rotation in ((source, True, None), (into, False, turns)):
+                move = partial(
+                    kernels.move, pages_moved, address, ids, to_records, rotation=rotation, config=config
+                )
+                few = move(programs=programs)
+                assert not programs or few.grid == (min(programs, prod(move().grid)),)
                 few.run()
             results.append((record, out))
         for record, out in results[1:]:
