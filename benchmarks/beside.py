@@ -2,13 +2,15 @@
 
 Needs a GPU. `python benchmarks/beside.py` prints a line for each way, then one for each size of records. On a
 CPU `grids` and `pieces` walk the same steps over small records, and their numbers mean nothing.
+
+Run them on another than the default stream, on which the copy engine gets no batches.
 """
 
 from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
 from itertools import chain
@@ -17,10 +19,12 @@ from typing import Any
 
 import torch
 
-from kvkit.kernels.pages.device import PROGRAM_CHOICES, programs_config
+from kvkit.kernels.pages.copies import Copies, can_batch
+from kvkit.kernels.pages.device import COPY_ENGINE, KERNEL, PROGRAM_CHOICES, programs_config
 from kvkit.kernels.pages.moves import MoveSpec
 from kvkit.kernels.pages.problems import TRANSFERS, transfer_problem
-from kvkit.kernels.tuning.configs import Runnable
+from kvkit.kernels.tuning.cases import Case
+from kvkit.kernels.tuning.configs import HostLaunch, Runnable, host_config
 
 WINDOW_S = 0.1
 """Of products, beside which moves run."""
@@ -51,38 +55,66 @@ def grids(device: torch.device, seconds: float) -> Iterator[dict[str, Any]]:
             yield _named(spec, way) | _beside(device, multiply, case.launches(programs_config(way)), spec)
 
 
-def pieces(device: torch.device, seconds: float) -> Iterator[dict[str, Any]]:
+SINGLY = -1
+"""The copy engine by a call of torch for each record, whatever the driver can."""
+
+THREE_WAYS = (COPY_ENGINE, SINGLY, KERNEL)
+
+FEW_MIB = tuple(
+    replace(spec, chunks=records)
+    for records, record_bytes in ((32, 128 << 10), (8, 1 << 20), (64, 16 << 10))
+    for to_records in (True, False)
+    for spec in [s for s in TRANSFERS if (s.record_bytes, s.to_records) == (record_bytes, to_records)][:1]
+)
+"""Moves of 1 to 8 MiB, where calls take most of the time."""
+
+
+def pieces(
+    device: torch.device,
+    seconds: float,
+    specs: Sequence[MoveSpec] = TRANSFERS,
+    ways: Sequence[int] = (COPY_ENGINE, SINGLY, *PROGRAM_CHOICES[1:]),
+) -> Iterator[dict[str, Any]]:
     """Each way alone, by size and number of records, the ways by turns; stops after `seconds`.
 
-    Yields for each its rate in GB/s, and the ratio of its time to that of the copy engine.
+    Yields for each its rate in GB/s, and the ratio of its time to that of the first way.
     """
     ends = time.monotonic() + seconds
-    for spec in TRANSFERS:
+    for spec in specs:
         if time.monotonic() >= ends:
             return
         spec = _sized(spec, device)
         case = transfer_problem(spec).make(device, True)
-        launches = {way: case.launches(programs_config(way)) for way in PROGRAM_CHOICES}
-        times: dict[int, list[float]] = {way: [] for way in PROGRAM_CHOICES}
+        launches = {way: _launches(case, way) for way in ways}
+        times: dict[int, list[float]] = {way: [] for way in ways}
         for turn in range(11 if device.type == "cuda" else 2):
             for way, each in launches.items():
                 took = _span(device, lambda each=each: _run(each))
                 if turn:  # the first compiles
                     times[way].append(took)
-        engine = median(times[PROGRAM_CHOICES[0]])
+        first = median(times[ways[0]])
         for way, found in times.items():
             rate = spec.chunks * spec.record_bytes / median(found) / 1e9
-            yield _named(spec, way) | {"GB/s": rate, "of_engine_time": median(found) / engine}
+            yield _named(spec, way) | {"GB/s": rate, "of_engine_time": median(found) / first}
 
 
-def _named(spec: MoveSpec, programs: int) -> dict[str, Any]:
-    every = "a program for each tile" if programs > 1 << 10 else f"{programs} programs"
+def _launches(case: Case, way: int) -> Sequence[Runnable]:
+    if way != SINGLY:
+        return case.launches(programs_config(way))
+    engine = case.launches(programs_config(COPY_ENGINE))
+    return [HostLaunch(x.run_singly, {}, host_config()) if isinstance(x, Copies) else x for x in engine]
+
+
+def _named(spec: MoveSpec, way: int) -> dict[str, Any]:
+    """Describe a move and its way; "batched": whether the copy engine gets its copies in batches."""
+    names = {COPY_ENGINE: "copy engine", SINGLY: "copy engine, one by one"}
+    every = "a program for each tile" if way > 1 << 10 else f"{way} programs"
     return {
         "move": "pages to host" if spec.to_records else "host to pages",
         "records": spec.chunks,
         "record_bytes": spec.record_bytes,
-        "way": every if programs else "copy engine",
-    }
+        "way": names.get(way, every),
+    } | ({"batched": can_batch()} if way == COPY_ENGINE else {})
 
 
 def _sized(spec: MoveSpec, device: torch.device) -> MoveSpec:
@@ -160,9 +192,16 @@ def main() -> None:
     if not torch.cuda.is_available():
         sys.exit("benchmarks/beside.py needs a GPU: there is none here, nothing was measured")
     device = torch.device("cuda", torch.cuda.current_device())
-    for found in chain(grids(device, 60), pieces(device, 60)):
-        words = (f"{name} {x:.3g}" if isinstance(x, float) else f"{name} {x}" for name, x in found.items())
-        print(", ".join(words), flush=True)
+    with torch.cuda.stream(torch.cuda.Stream(device)):
+        for found in chain(grids(device, 60), pieces(device, 60)):
+            print(in_words(found), flush=True)
+
+
+def in_words(found: Mapping[str, Any]) -> str:
+    """Return a line for a result."""
+    return ", ".join(
+        f"{name} {x:.3g}" if isinstance(x, float) else f"{name} {x}" for name, x in found.items()
+    )
 
 
 if __name__ == "__main__":

@@ -15,6 +15,7 @@ from kvkit.adapters.engine.lookup_request import LookupAnswer, LookupRequest
 from kvkit.adapters.vllm.blending.blender import Blender, LayerPages
 from kvkit.adapters.vllm.blending.check import open_row_runner
 from kvkit.adapters.vllm.blending.executor import BlendExecutor, DocumentPages
+from kvkit.adapters.vllm.blending.warm_up import warm_up_attention
 from kvkit.adapters.vllm.capability import Capability, FinishedRequests, WorkerContext
 from kvkit.adapters.vllm.handoff.send_executor import SendExecutor
 from kvkit.adapters.vllm.loras import Loras
@@ -103,6 +104,7 @@ class Worker:
             BlendError: prompts of this model, or as the engine runs it, cannot be blended.
         """
         rows, ropes = open_row_runner(runner)
+        warm_up_attention(rows)
         pages = LayerPages(rows)
         document_pages = DocumentPages.of(self._context.groups, pages, ropes)
         document_pages.warm_up(formats_of(self.cache.layout, self.namespaces.current))

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 import torch
 
+from benchmarks import beside
 from benchmarks.gpu.peers import MASKED, OURS, BlendShape, contenders
 from benchmarks.timing import interleaved, ratio
 from kvkit.format.layout import LayerGroup
@@ -60,6 +61,17 @@ def test_pinned_pages(benchmark: Any, way: str) -> None:
     benchmark.extra_info.update(bytes=CHUNKS * size, of_link=found)
     print(f"{way}: of the link's speed: min {found['min']:.2f}, median {found['median']:.2f}")
     staging.close()
+
+
+def test_small_records(benchmark: Any) -> None:
+    """Batches of copies, copies one by one and a kernel, to and from pinned memory."""
+    device = torch.device("cuda", torch.cuda.current_device())
+    with torch.cuda.stream(torch.cuda.Stream(device)):  # the default stream has no batches
+        found = list(beside.pieces(device, 60, beside.FEW_MIB, beside.THREE_WAYS))
+    benchmark.pedantic(torch.cuda.synchronize, rounds=1)
+    benchmark.extra_info["ways"] = found
+    for line in found:
+        print(beside.in_words(line))
 
 
 ROPE = Rope(tuple((500000.0 ** -(np.arange(64) / 64)).tolist()))

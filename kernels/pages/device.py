@@ -1,8 +1,8 @@
 """Moves between pages on a GPU and records in any memory: by which engine, in batches, on which stream.
 
 Records in host memory are moved by the GPU's copy engine through a buffer, or by a kernel of few programs
-that accesses them itself. `kvkit tune` times both. Its results depend on the source of `steps`, and on the
-names in it.
+that accesses them itself. `kvkit tune` times both. Its results depend on the source of `steps`, on the names
+in it, and on whether the driver takes copies in batches.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from numpy.typing import NDArray
 from kvkit.kernels.checks import LaunchError
 from kvkit.kernels.pages import streams
 from kvkit.kernels.pages.checks import ResolvedRotation
+from kvkit.kernels.pages.copies import Copies, can_batch
 from kvkit.kernels.pages.memory import Pages
 from kvkit.kernels.tuning.configs import (
     KernelConfig,
@@ -35,7 +36,7 @@ BUFFER_BYTES = 64 << 20
 """Bytes of the GPU's buffer for records that the copy engine moves; a larger record gets a larger one."""
 
 COPY_ENGINE = 0
-"""A copy of each record to or from a buffer on the GPU, and a kernel between buffer and pages."""
+"""Copies of the records to or from a buffer on the GPU, and a kernel between buffer and pages."""
 
 KERNEL = 16
 """Programs of a kernel that accesses the records itself: few, so that an engine's kernels have room."""
@@ -53,6 +54,10 @@ and 0.42 from them; for 32 of 1 MiB, 0.93 and 0.90 (`make gpu`, step "moving"). 
 kernel took 1.4 and 1.9 times as long, and 1.07 beside the copy engine. On an A30 other sizes are best:
 https://github.com/vllm-project/vllm/issues/57555.
 """
+
+SMALL_IN_BATCH_BYTES = 64 << 10
+"""The same where the driver takes copies in batches. An assumption, not measured: most of the copy engine's
+time for small records was torch's call for each of them."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -99,18 +104,6 @@ class DeviceMove:
             rotation=self.turns,
             programs=programs,
         )
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class Copies:
-    """Copies of contiguous bytes, by the GPU's copy engine if one side is host memory."""
-
-    pairs: Sequence[tuple[torch.Tensor, torch.Tensor]]  # target and source
-
-    def run(self) -> None:
-        """Queue the copies on the current stream; one to or from pageable memory may wait for it."""
-        for target, source in self.pairs:
-            target.copy_(source, non_blocking=True)
 
 
 def move(
@@ -182,22 +175,32 @@ def programs_config(programs: int) -> KernelConfig:
     return host_config(PROGRAMS=programs)
 
 
-def untuned_programs(record_bytes: int, records: int) -> int:
-    """Return the number of programs to use without tuning; 0: the copy engine."""
-    return KERNEL if record_bytes < SMALL_BYTES and records >= MANY else COPY_ENGINE
+def untuned_programs(record_bytes: int, records: int, batched: bool) -> int:
+    """Return the number of programs to use without tuning; 0: the copy engine.
+
+    Args:
+        batched: whether the driver takes copies in batches.
+    """
+    small_bytes = SMALL_IN_BATCH_BYTES if batched else SMALL_BYTES
+    return KERNEL if record_bytes < small_bytes and records >= MANY else COPY_ENGINE
 
 
-def transfer_bucket(record_bytes: int, records: int, to_records: bool) -> ProblemBucket:
-    """Return the bucket of moves that share a tuned choice, for any layout of pages and any precision."""
+def transfer_bucket(record_bytes: int, records: int, to_records: bool, batched: bool) -> ProblemBucket:
+    """Return the bucket of moves that share a tuned choice, for any layout of pages and any precision.
+
+    Args:
+        batched: whether the driver takes copies in batches: the copy engine is another with them.
+    """
     sizes = power_of_2(record_bytes), power_of_2(records)
-    return ProblemBucket("pages_to_host" if to_records else "host_to_pages", "", sizes)
+    form = "batched" if batched else ""
+    return ProblemBucket("pages_to_host" if to_records else "host_to_pages", form, sizes)
 
 
 def best_programs(record_bytes: int, records: int, to_records: bool) -> int:
     """Return the number of programs to move records in host memory: the tuned one, else the default."""
-    choices = {programs_config(programs): programs for programs in PROGRAM_CHOICES}
-    bucket = transfer_bucket(record_bytes, records, to_records)
-    default = programs_config(untuned_programs(record_bytes, records))
+    choices, batched = {programs_config(programs): programs for programs in PROGRAM_CHOICES}, can_batch()
+    bucket = transfer_bucket(record_bytes, records, to_records, batched)
+    default = programs_config(untuned_programs(record_bytes, records, batched))
     return choices[best(bucket, default, choices, steps)]
 
 
@@ -249,7 +252,7 @@ def _tensor(record: Record) -> torch.Tensor:
     """Return a record's memory as a tensor, without torch's warning about read-only arrays."""
     if isinstance(record, torch.Tensor):
         return record
-    if record.flags.writeable:
+    if record.flags.writeable:  # the other way takes longer than the copy of a small record
         return torch.from_numpy(record)
     return torch.from_numpy(
         np.ctypeslib.as_array((ctypes.c_uint8 * len(record)).from_address(record.ctypes.data))

@@ -15,6 +15,7 @@ import torch
 from kvkit.format.layout import LayerGroup
 from kvkit.kernels.pages import streams
 from kvkit.kernels.pages import triton as pages
+from kvkit.kernels.pages.copies import can_batch
 from kvkit.kernels.pages.device import (
     BUFFER_BYTES,
     PROGRAM_CHOICES,
@@ -133,11 +134,12 @@ TRANSFERS = tuple(
 
 def transfer_problem(move: MoveSpec) -> Problem:
     """Make the problem of a transfer, without tensors."""
-    default = untuned_programs(move.record_bytes, move.chunks)
+    batched = can_batch()
+    default = untuned_programs(move.record_bytes, move.chunks, batched)
     moved = 2 * move.chunks * move.record_bytes
     return Problem(
         name=move.name,
-        bucket=transfer_bucket(move.record_bytes, move.chunks, move.to_records),
+        bucket=transfer_bucket(move.record_bytes, move.chunks, move.to_records, batched),
         kernel=steps,
         space=tuple(map(programs_config, dict.fromkeys((default, *PROGRAM_CHOICES)))),
         make=partial(_transfer_case, move),

@@ -33,6 +33,8 @@ from kvkit.kernels.tuning.search import CompileInfo, Late, Measure, Roofline, To
 def tools_here(host: bool = False, factory: ProblemFactory = every_problem) -> Iterator[Tools]:
     """Yield the tools for this machine's GPU or CPU; measures the roofline, and compiles in processes.
 
+    A GPU is used on a stream of its own, which is the current one meanwhile.
+
     Args:
         host: whether the tools are for the CPU.
         factory: makes the problems again in the processes that compile for a GPU.
@@ -52,7 +54,8 @@ def tools_here(host: bool = False, factory: ProblemFactory = every_problem) -> I
     device = torch.device("cuda", torch.cuda.current_device())
     target = target_name(device)
     workers = min(32, os.cpu_count() or 1)
-    with compile_pool(workers) as pool:
+    # not the default stream, on which CUDA takes no batches of copies
+    with compile_pool(workers) as pool, torch.cuda.stream(torch.cuda.Stream(device)):  # type: ignore[no-untyped-call]
         warm(pool, factory)
         yield Tools(
             torch.cuda.get_device_name(device),

@@ -21,7 +21,8 @@ from kvkit.format.rope import Rotation
 from kvkit.kernels.checks import LaunchError
 from kvkit.kernels.pages import device, streams
 from kvkit.kernels.pages.checks import ResolvedRotation
-from kvkit.kernels.pages.device import COPY_ENGINE, KERNEL, Copies, DeviceMove, Pages, turns_of
+from kvkit.kernels.pages.copies import Copies
+from kvkit.kernels.pages.device import COPY_ENGINE, KERNEL, DeviceMove, Pages, turns_of
 from kvkit.kernels.tuning.configs import Launch
 
 GPU = torch.device("cuda", 1)

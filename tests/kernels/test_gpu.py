@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import threading
 from dataclasses import replace
 from pathlib import Path
@@ -16,6 +17,7 @@ from test_pages_triton import numbers_for_fp8
 
 from kvkit.adapters.huggingface.cached import CachedModel
 from kvkit.adapters.huggingface.probe import probe_layout
+from kvkit.environment import cuda_driver
 from kvkit.format.layout import ORDERS, LayerGroup
 from kvkit.format.rope import Rope, Rotation
 from kvkit.kernels.attention import api as attention
@@ -24,6 +26,7 @@ from kvkit.kernels.checks import LaunchError
 from kvkit.kernels.pages import device as device_moves
 from kvkit.kernels.pages import streams
 from kvkit.kernels.pages.api import Pages, pack, unpack
+from kvkit.kernels.pages.copies import BatchedCopy, Copies, can_batch
 from kvkit.kernels.pages.device import PROGRAM_CHOICES, programs_config
 from kvkit.kernels.pages.problems import TRANSFERS, transfer_problem
 from kvkit.staging import Staging
@@ -166,15 +169,67 @@ def moved_and_back(records: list[Any], blocks: Any, **how: Any) -> bool:
     return all(map(np.array_equal, records, before))
 
 
+@pytest.fixture
+def batches(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """The number of copies in each batch that the driver was given."""
+    found, queue = list[int](), BatchedCopy.queue
+
+    def noted(call: BatchedCopy, pairs: Any, stream: int) -> bool:
+        found.append(len(pairs))
+        return queue(call, pairs, stream)
+
+    monkeypatch.setattr(BatchedCopy, "queue", noted)
+    return found
+
+
+@pytest.mark.parametrize("stream", ["own", "default"])
 @pytest.mark.parametrize("to_records", [True, False])
 @pytest.mark.parametrize("way", PROGRAM_CHOICES)
-def test_every_way_moves_the_same_bytes(way: int, to_records: bool) -> None:
+def test_every_way_moves_the_same_bytes(way: int, to_records: bool, stream: str, batches: list[int]) -> None:
+    """The copy engine by batches on a stream of its own, one by one on the default one."""
+    on = torch.cuda.Stream() if stream == "own" else torch.cuda.default_stream()
     for spec in (spec for spec in TRANSFERS if spec.to_records == to_records):
         case = transfer_problem(replace(spec, chunks=min(spec.chunks, 4))).make(torch.device("cuda", 0), True)
         case.poison()
-        case.run(programs_config(way))
+        torch.cuda.synchronize()
+        with torch.cuda.stream(on):
+            case.run(programs_config(way))
         torch.cuda.synchronize()
         assert case.fault() == "", spec
+    assert bool(batches) == (can_batch() and stream == "own" and not way)
+
+
+@pytest.mark.parametrize("memory", ["pinned", "pageable"])
+@pytest.mark.parametrize("to_gpu", [True, False])
+def test_batches_copy_exactly_their_bytes(to_gpu: bool, memory: str, batches: list[int]) -> None:
+    """In the order of the stream; pageable memory is copied one by one."""
+    sizes = [1, 3333, 16, 70000, 5]
+    near = torch.full((5, 70002), 0xA5, dtype=torch.uint8, device="cuda")
+    far = torch.full((5, 70002), 0xA5, dtype=torch.uint8, pin_memory=memory == "pinned")
+    source, target = (far, near) if to_gpu else (near, far)
+    noise = torch.randint(0, 256, source.shape, dtype=torch.uint8).pin_memory()
+    source.copy_(noise)
+    torch.cuda.synchronize()
+    with torch.cuda.stream(torch.cuda.Stream()):
+        if not to_gpu:  # what the batch reads is written late
+            source.fill_(0)
+            torch.cuda._sleep(1 << 26)
+            source.copy_(noise, non_blocking=True)
+        Copies([(target[i, 1 : n + 1], source[i, 1 : n + 1]) for i, n in enumerate(sizes)]).run()
+    torch.cuda.synchronize()
+    for i, n in enumerate(sizes):
+        assert torch.equal(target[i, 1 : n + 1].cpu(), noise[i, 1 : n + 1])
+        assert target[i, 0] == 0xA5
+        assert (target[i, n + 1 :] == 0xA5).all()
+    assert batches == ([5] if can_batch() and memory == "pinned" else [])
+
+
+@pytest.mark.skipif(torch.version.hip is not None, reason="of NVIDIA's driver")
+def test_batches_come_with_cuda_12_8() -> None:
+    driver, version = cuda_driver(), ctypes.c_int()
+    assert driver is not None
+    assert driver.cuDriverGetVersion(ctypes.byref(version)) == 0
+    assert can_batch() == (version.value >= 12080)
 
 
 @pytest.mark.parametrize("buffer_bytes", [1, 3 << 20, 1 << 30])

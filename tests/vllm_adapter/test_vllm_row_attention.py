@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import MagicMock
 
 import numpy as np
 import pytest
@@ -21,11 +23,12 @@ from vllm.config import VllmConfig, set_current_vllm_config
 from vllm.model_executor.layers.attention import Attention
 from vllm.model_executor.layers.attention.chunked_local_attention import ChunkedLocalAttention
 
-from kvkit.adapters.vllm import compat
+from kvkit.adapters.vllm import compat, worker
 from kvkit.adapters.vllm.blending.attention import KvkitAttention, KvkitLayer, RowSizes, scoring, tuned_entry
 from kvkit.adapters.vllm.blending.blender import LayerPages, QuestionAttention
 from kvkit.adapters.vllm.blending.row_problems import PromptRows, problems, row_problem
 from kvkit.adapters.vllm.blending.rows import AttentionLayer, RequestRows
+from kvkit.adapters.vllm.blending.warm_up import warm_up_attention
 from kvkit.blend.methods.method import NeedsQuestion
 from kvkit.blend.plan import Span, plan_blend
 from kvkit.environment import slug_of
@@ -33,6 +36,7 @@ from kvkit.kernels.attention import reference, triton
 from kvkit.kernels.attention.rows import Rows, RowsError
 from kvkit.kernels.attention.triton_kernels import attend
 from kvkit.kernels.tuning import tables
+from kvkit.kernels.tuning.configs import Launch
 from kvkit.kernels.tuning.tables import Tuned, TunedKey, build_of, forget_tables, write_table
 
 HEADS, GROUP, SIZE = FULL.num_kv_heads, 3, FULL.head_size
@@ -284,6 +288,82 @@ def test_the_question_is_seen_over_vllms_pages(
         want.append((scores.amax(0) if asked.heads == "max" else scores.mean(0)).numpy())
     asking.start_combining()
     np.testing.assert_allclose(asking.wait_for_scores(), np.stack(want), rtol=1e-4, atol=1e-6)
+
+
+def forms(launches: Iterable[Launch]) -> set[Any]:
+    """What kernels are compiled for, of one dtype."""
+    return {
+        (
+            launch.kernel.fn.__name__,
+            launch.config,
+            *((name, value) for name, value in launch.arguments.items() if name.isupper()),
+        )
+        for launch in launches
+    }
+
+
+@pytest.fixture
+def ran(monkeypatch: pytest.MonkeyPatch) -> list[Launch]:
+    """Launches that were run, as on a GPU; none is."""
+    found = list[Launch]()
+    monkeypatch.setattr(Launch, "run", lambda launch: found.append(launch))
+    monkeypatch.setattr(torch.cuda, "device", lambda device: nullcontext())
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda device: None)
+    return found
+
+
+@pytest.mark.parametrize("own", [True, False])
+@pytest.mark.parametrize(("layout", "kernel"), FORMS)
+def test_a_started_engine_has_the_kernels_of_blends(
+    layout: str, kernel: int | None, own: bool, ran: list[Launch]
+) -> None:
+    """Those of kvkit's attention, where it is used, and of the question's, in all layers' pages."""
+    layers = [layer(layout, kernel), layer(layout, kernel, 1, per_layer_sliding_window=WINDOW)]
+    attention = KvkitAttention.of(layers, 1)
+    assert attention is not None
+    model: Any = SimpleNamespace(
+        device=torch.device("cuda", 1),
+        layers=layers,
+        max_rows=64,
+        max_runs=8,
+        config=SimpleNamespace(model_config=SimpleNamespace(max_model_len=96)),
+        kvkit_attention=attention if own else None,
+    )
+    warm_up_attention(model)
+    warm, q, needed = forms(ran), queries()[:-2], list[Launch]()
+    plan = attention.plan_rows([request.rows for request in REQUESTS], CPU)
+    for given, described in zip(layers, attention.layers, strict=True):
+        k, v = given.module.kv_cache.split(SIZE, -1)
+        rows, lse = plan.rows[described], torch.empty(q.shape[:2])
+        if own:
+            needed += triton.attention(q, k, v, rows, described.scoring, torch.empty_like(q), lse)
+        table = given.kernel_blocks(REQUESTS[0].blocks[given.table])[None]
+        for at in (np.arange(3), np.arange(40, 70)):
+            tokens, ends = k.shape[2], np.array([0, len(at)])
+            one = Rows.of(at, ends, at[-1:] + 1, table, tokens)
+            asked, out = q.new_empty(len(at), *q.shape[1:]), torch.empty(q.shape[1], at[-1] + 1)
+            for values in (v, None):
+                needed += triton.scores(asked, k, values, one, described.scoring, None, out)
+    assert forms(needed) <= warm
+    outputs = {launch.arguments["VALUES"] for launch in ran if "SPLIT" in launch.arguments}
+    assert outputs == ({False, True} if own else {False})
+
+
+def test_an_engine_on_a_cpu_compiles_none(ran: list[Launch]) -> None:
+    model: Any = SimpleNamespace(device=CPU)
+    warm_up_attention(model)
+    assert not ran
+
+
+def test_kernels_are_compiled_before_the_first_blend(monkeypatch: pytest.MonkeyPatch) -> None:
+    calls, rows = list[Any](), object()
+    monkeypatch.setattr(worker, "open_row_runner", lambda runner: (rows, ()))
+    monkeypatch.setattr(worker, "warm_up_attention", lambda of: calls.append(("warm up", of)))
+    for name in ("LayerPages", "DocumentPages", "Blender", "formats_of"):
+        monkeypatch.setattr(worker, name, MagicMock())
+    here = MagicMock(add_blending=lambda *given: calls.append("blend"))
+    worker.Worker.open_blending(here, object())
+    assert calls == [("warm up", rows), "blend"]
 
 
 def test_a_problem_is_right_with_kvkits_and_with_nothing_else() -> None:
