@@ -4,24 +4,23 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
-from functools import partial
+from functools import cache, partial
 from statistics import median
 from typing import Any
-from unittest.mock import patch
 
 import numpy as np
 import torch
 
 from benchmarks.gpu.bench import Bench
-from kvkit.kernels.attention import schedule
 from kvkit.kernels.attention.latent import LatentWeights, absorbs, latent_attention
 from kvkit.kernels.attention.layer import Scoring
+from kvkit.kernels.attention.problems import ATTENTIONS, AttentionSpec, Heads, attention_problem
 from kvkit.kernels.attention.rows import Rows
+from kvkit.kernels.attention.triton import Split
 from kvkit.kernels.tuning.cases import Case, Problem
-from kvkit.kernels.tuning.compiling import compile_pool, survey
+from kvkit.kernels.tuning.compiling import ProblemFactory, compile_pool, survey
 from kvkit.kernels.tuning.configs import KernelConfig, Launch, Runnable
 
 SAMPLES = 5
@@ -31,7 +30,7 @@ TILES = tuple(
     for rows, keys in ((128, 64), (128, 32), (128, 128), (64, 32), (32, 32))
 )
 """Of `attend`, the first three of heads of 128 channels, the others of latent attention."""
-ATTENTIONS = (
+NAMES = (
     *(f"attention Llama-3.1-8B, {length} keys" for length in (4096, 8192, 32768)),
     "attention Llama-3-70B",
     "attention Qwen2-7B",
@@ -61,27 +60,41 @@ def order_of_parts(bench: Bench) -> None:
 def _all_k_first(launches: Sequence[Runnable]) -> tuple[Runnable, ...]:
     (launch,) = launches
     assert isinstance(launch, Launch)
-    parts = launch.arguments["parts"]
-    ordered = torch.cat([parts[0::2], parts[1::2]])
+    parts = launch.arguments["parts"].view(-1, 7)
+    ordered = torch.cat([parts[0::2], parts[1::2]]).flatten()
     return (replace(launch, arguments={**launch.arguments, "parts": ordered}),)
 
 
 def tiles_and_splits(bench: Bench) -> None:
-    """Compare tiles of attention, whole and split where the simulation says so, with its times."""
-    chosen = [p for p in bench.problems if p.name in ATTENTIONS or bench.device.type == "cpu"]
-    chosen = [problem for problem in chosen if problem.bucket.op == "attend"]
-    jobs = {problem.name: _configs_of(problem) for problem in chosen}
-    _compile(bench, jobs)
-    for problem in chosen:
-        for config in jobs[problem.name]:
-            parts = set()
-            for way in ("whole", "split"):
-                with _whole() if way == "whole" else patch.object(schedule, "GAIN", 0):
-                    case = problem.make(bench.device, True)  # anew: rows keep their plans
-                    count = len(case.launches(config))
-                    if count not in parts:
-                        _record(bench, f"{problem.name}, {way}", case, config)
-                    parts.add(count)
+    """Compare tiles of attention, whole, split where the simulation says so, and split at 2048 keys."""
+    factory = attentions if bench.device.type == "cuda" else small_attentions
+    _compile(bench, factory)
+    for problem in factory():
+        for config in _configs_of(problem):
+            _record(bench, problem.name, problem.make(bench.device, True), config)
+
+
+SPLITS: dict[str, Split] = {"whole": None, "split where it pays": "best", "split at 2048": 2048}
+
+
+def _with_splits(specs: Iterable[AttentionSpec]) -> tuple[Problem, ...]:
+    return tuple(
+        attention_problem(replace(spec, name=f"{spec.name}, {way}", split=split))
+        for spec in specs
+        for way, split in SPLITS.items()
+    )
+
+
+@cache
+def attentions() -> tuple[Problem, ...]:
+    """Return the problems of `tiles_and_splits`."""
+    return _with_splits(spec for spec in ATTENTIONS if spec.name in NAMES)
+
+
+@cache
+def small_attentions() -> tuple[Problem, ...]:
+    """Return a problem of `tiles_and_splits` for a rehearsal."""
+    return _with_splits([AttentionSpec("attention", Heads(4, 2, 64, 64), 128)])
 
 
 def latent_ways(bench: Bench) -> None:
@@ -110,19 +123,12 @@ def _configs_of(problem: Problem) -> tuple[KernelConfig, ...]:
     return tuple(config for config in TILES if config in problem.space) or problem.space[:1]
 
 
-@contextmanager
-def _whole() -> Iterator[None]:
-    """Let no tile be split in this context."""
-    with patch.object(schedule, "BALANCED", 0):
-        yield
-
-
-def _compile(bench: Bench, jobs: dict[str, tuple[KernelConfig, ...]]) -> None:
+def _compile(bench: Bench, factory: ProblemFactory) -> None:
     began = time.perf_counter()
+    jobs = [(p.name, config, bench.target) for p in factory() for config in _configs_of(p)]
     with compile_pool(os.cpu_count() or 1) as pool:
-        named = [(name, config, bench.target) for name, configs in jobs.items() for config in configs]
-        errors = [report.error for report in survey(pool, bench.factory, named) if report.error]
-    bench.results.record("compiled", count=len(named), seconds=time.perf_counter() - began, errors=errors)
+        errors = [report.error for report in survey(pool, factory, jobs) if report.error]
+    bench.results.record("compiled", count=len(jobs), seconds=time.perf_counter() - began, errors=errors)
 
 
 def _record(

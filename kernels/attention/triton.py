@@ -22,7 +22,7 @@ import triton
 from triton.runtime.jit import JITFunction
 
 from kvkit.kernels.attention.layer import RowRotations, Scoring
-from kvkit.kernels.attention.rows import Rows, Tiles
+from kvkit.kernels.attention.rows import Rows
 from kvkit.kernels.attention.schedule import TileCost, best_split
 from kvkit.kernels.attention.triton_kernels import attend, main_channels, measure, merge, scatter_rows, weigh
 from kvkit.kernels.checks import LaunchError
@@ -48,6 +48,9 @@ ROW_CONFIGS = {
 
 MOST_CHANNELS = {2: 576, 4: 256}
 """Maximum channels of a head, by bytes of a channel: more do not fit a tile."""
+
+Split = int | None | Literal["best"]
+"""Multiple of keys at which tiles of an attention are split; None: nowhere; "best": see `schedule`."""
 
 Family = Literal["sm_80", "sm_90", "sm_100", "gfx942"]
 """Family of a GPU: the target that it is most like."""
@@ -182,6 +185,7 @@ def attention(
     out: torch.Tensor | None,
     lse: torch.Tensor,
     config: KernelConfig | None = None,
+    split: Split = "best",
 ) -> tuple[Launch, ...]:
     """Return the launches of `api.blend_attention` into `out` and `lse`, both contiguous; checks nothing.
 
@@ -189,8 +193,8 @@ def attention(
     """
     v = k_pages if v_pages is None else v_pages
     same_address = v_pages is not None and v_pages.data_ptr() == k_pages.data_ptr()
-    key = "attention", config, scoring, same_address, v_pages is None, *map(form_of, (q, k_pages, v))
-    plan = rows.once(key, lambda: plan_attention(q, k_pages, v_pages, rows, scoring, config))
+    key = "attention", config, split, scoring, same_address, v_pages is None, *map(form_of, (q, k_pages, v))
+    plan = rows.once(key, lambda: plan_attention(q, k_pages, v_pages, rows, scoring, config, split))
     return plan.launches(q, k_pages, v_pages, out, lse)
 
 
@@ -236,6 +240,7 @@ def plan_attention(
     rows: Rows,
     scoring: Scoring,
     config: KernelConfig | None = None,
+    split: Split = "best",
 ) -> AttentionPlan:
     """Plan an attention for tensors of these forms; whether V begins where K does is a part of the form."""
     if not rows.count:
@@ -257,7 +262,9 @@ def plan_attention(
     resident = device.shared_bytes // (q.element_size() * (tile_rows * size + loaded))
     resident = min(PROGRAMS_PER_MULTIPROCESSOR, max(1, resident))
     cost = TileCost(tile_rows, tile_keys, units, size + v_size, v_size, resident)
-    tiles = _tiles(rows, tile_rows // pack, cost, scoring.window)
+    if split == "best":
+        split = _best_split(rows, tile_rows // pack, cost, scoring.window)
+    tiles = rows.tiles(tile_rows // pack, split, scoring.window)
     arguments |= {"work": tiles.items, "PACK": pack, "SPLIT": bool(tiles.parts), "INTERPRET": _interpreted()}
     own = "q", "k", "v"
     shared = {name: value for name, value in arguments.items() if name not in own}
@@ -468,13 +475,12 @@ def _strides(axes: tuple[str, ...], **tensors: torch.Tensor) -> dict[str, int]:
     }
 
 
-def _tiles(rows: Rows, rows_per_tile: int, cost: TileCost, window: int | None) -> Tiles:
-    """Return whole tiles or, if the last of these would keep few multiprocessors busy, split ones."""
+def _best_split(rows: Rows, rows_per_tile: int, cost: TileCost, window: int | None) -> int | None:
+    """Return the multiple of keys at which tiles are split, so that the launch ends early; None: nowhere."""
     ranges = rows.tile_ranges(rows_per_tile, window)
-    key = "split", rows_per_tile, cost, window
     processors = _resources(rows.device).processors
-    split = rows.once(key, lambda: best_split(ranges.begin, ranges.end, cost, processors))
-    return rows.tiles(rows_per_tile, split, window)
+    key = "split", rows_per_tile, cost, window
+    return rows.once(key, lambda: best_split(ranges.begin, ranges.end, cost, processors))
 
 
 class _Resources(NamedTuple):

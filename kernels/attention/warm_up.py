@@ -104,14 +104,16 @@ class _Batches:
     shortest: int
     longest: int
 
-    def attention(self, rows: Rows, config: KernelConfig | None, count: int = 0) -> tuple[Launch, ...]:
+    def attention(
+        self, rows: Rows, config: KernelConfig | None, count: int = 0, split: triton.Split = "best"
+    ) -> tuple[Launch, ...]:
         """Plan `triton.attention`; with `count` > 0, for so many rows that share memory: do not run it."""
         layer, v_pages = self.layer, self.layer.v_pages if self.values else None
         q = self._queries(rows.count)
         out = None if v_pages is None else q.new_empty(*q.shape[:2], v_pages.shape[3])
         lse = q.new_empty(q.shape[:2], dtype=torch.float32)
         q = q.expand(count or rows.count, -1, -1)
-        return triton.attention(q, layer.k_pages, v_pages, rows, layer.scoring, out, lse, config)
+        return triton.attention(q, layer.k_pages, v_pages, rows, layer.scoring, out, lse, config, split)
 
     def scores(self, rows: Rows, config: KernelConfig | None, count: int = 0) -> tuple[Launch, ...]:
         """Plan `triton.scores` of rows whose logsumexp is known; `count` as in `attention`."""
@@ -153,13 +155,6 @@ class _Batches:
         fewest, most = -(-self.shortest // tokens), -(-self.limits.keys // tokens)
         return sorted({most, *(1 << i for i in range(most.bit_length()) if 1 << i >= fewest)})
 
-    @property
-    def lengths(self) -> list[int]:
-        """Numbers of keys, descending, of which some are split if any are."""
-        powers = (1 << i for i in range(self.longest.bit_length()))
-        found = {self.longest, *(power + 1 for power in powers)}
-        return sorted((n for n in found if self.shortest <= n <= self.longest), reverse=True)
-
 
 def _attention(batches: _Batches) -> Iterator[Launch]:
     """Yield launches of each configuration of `attend`, each PACK, and keys whole and split."""
@@ -168,13 +163,12 @@ def _attention(batches: _Batches) -> Iterator[Launch]:
         fewest = -(-min(counts) // limits.requests)  # rows of the request with the most
         for count in _pack_counts(group, dict(config.tiles)["TILE_ROWS"], fewest, max(counts)):
             rows = batches.layer.rows(np.zeros(count, np.int64), batches.shortest)
-            yield from batches.attention(rows, config)  # whole: they see one key
-            for length in batches.lengths:
+            yield from batches.attention(rows, config, split=None)
+            length = dict(config.tiles)["TILE_KEYS"] + 1
+            if length <= batches.longest:  # so few keys are hardly ever split, but many are
+                length = max(length, batches.shortest)
                 rows = batches.layer.rows(np.arange(length - count, length).clip(min=0), length)
-                planned = batches.attention(rows, config)
-                if len(planned) > 1:
-                    yield from planned
-                    break
+                yield from batches.attention(rows, config, split=length - 1)
 
 
 def _scores(batches: _Batches) -> Iterator[Launch]:

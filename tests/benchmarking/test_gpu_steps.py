@@ -15,7 +15,7 @@ from repository import SUPPORT
 
 from benchmarks.gpu import __main__ as schedule
 from benchmarks.gpu import bench as benches
-from benchmarks.gpu import defaults, driver
+from benchmarks.gpu import compare, defaults, driver
 from benchmarks.gpu.bench import Bench, each, rehearsal, three
 from benchmarks.gpu.packages import ROOT
 from benchmarks.gpu.results import AGAIN
@@ -170,7 +170,7 @@ def test_choices_are_compared_with_what_they_replaced(out: Path) -> None:
     what = {what for what, _ in lines}
     (encoding,) = (problem.name for problem in three() if problem.bucket.op == "encode_rows")
     assert {f"{encoding}, neighbours", f"{encoding}, all K first"} < what
-    assert any(name.endswith(", whole") for name in what)
+    assert {f"attention, {way}" for way in compare.SPLITS} < what
 
 
 def test_a_hit_of_the_engine_gives_what_computing_gives(out: Path) -> None:

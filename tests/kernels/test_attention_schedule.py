@@ -127,7 +127,8 @@ def test_launches_of_every_problem_are_balanced(spec: problems.AttentionSpec) ->
     group = heads.query_heads // heads.heads
     pack = triton.packed(group, 64, rows.count)
     cost = TileCost(64, 32, heads.heads * -(-group // pack), heads.size + heads.v_size, heads.v_size, 1)
-    tiles = triton._tiles(rows, 64 // pack, cost, spec.window)
+    found = rows.tile_ranges(64 // pack, spec.window)
+    tiles = rows.tiles(64 // pack, best_split(found.begin, found.end, cost, 132), spec.window)
     items = tiles.items.numpy().astype(np.int64)
     loops = cost.loops(items[:, 6] - items[:, 3])
     busy = loops.sum() * cost.units / 132 / makespan(loops, cost.units, 132)
