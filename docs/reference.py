@@ -86,6 +86,9 @@ API = (
     "kernels.tuning.assembly",
     "kernels.tuning.compiling",
     "kernels.tuning.search",
+    "kernels.tuning.strategies",
+    "kernels.tuning.trials",
+    "kernels.tuning.autotune",
     "kernels.tuning.devices",
     "kernels.tuning.shapes",
     "adapters.huggingface.cached",
@@ -101,6 +104,8 @@ API = (
     "lab.compiling.gate",
     "lab.compiling.keys",
     "lab.compiling.prediction",
+    "lab.tuning.recordings",
+    "lab.tuning.replay",
     "lab.simulate.config",
     "lab.simulate.model",
     "lab.simulate.optimum",
@@ -227,7 +232,8 @@ def _commands(command: Any, name: str) -> Iterator[str]:
         context = typer.Context(command)
         for word in command.list_commands(context):
             yield from _commands(command.get_command(context, word), f"{name} {word}")
-        return
+        if not command.invoke_without_command:
+            return
     rows = ["| option | default | meaning |", "|---|---|---|"]
     for parameter in command.params:
         given = "" if parameter.default in (None, False, "", ()) else f"`{parameter.default}`"

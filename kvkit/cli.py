@@ -20,7 +20,7 @@ COMMANDS = {
     "doctor": "kvkit.doctor.commands:doctor",
     "inspect": "kvkit.observe.commands:inspect",
     "router": "kvkit.router.commands:router",
-    "tune": "kvkit.kernels.tuning.commands:tune",
+    "tune": "kvkit.kernels.tuning.commands:app",
 }
 GROUP = "kvkit.commands"
 

@@ -16,6 +16,7 @@ __all__ = [
     "Problem",
     "ProblemBucket",
     "Work",
+    "autotuned",
     "best",
     "different",
     "fill",
@@ -26,6 +27,7 @@ __all__ = [
 ]
 
 if TYPE_CHECKING:
+    from kvkit.kernels.tuning.autotune import autotuned
     from kvkit.kernels.tuning.cases import Case, Problem, Work, different, fill, not_close
     from kvkit.kernels.tuning.configs import HostLaunch, KernelConfig, Launch, ProblemBucket, host_config
     from kvkit.kernels.tuning.devices import tools_here
@@ -38,6 +40,7 @@ else:
         "best": "tables",
         "tools_here": "devices",
         "tune": "search",
+        "autotuned": "autotune",
     }
 
     def __getattr__(name):

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import sys
-from collections import Counter
+from collections import Counter, defaultdict
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -15,6 +16,9 @@ from kvkit.settings import extension, grouped_options, import_from_here, importe
 if TYPE_CHECKING:
     from kvkit.kernels.tuning.cases import Problem
     from kvkit.kernels.tuning.compiling import ProblemFactory
+    from kvkit.kernels.tuning.configs import KernelConfig
+    from kvkit.kernels.tuning.strategies import StrategyFactory
+    from kvkit.kernels.tuning.telemetry import DeviceState
 
 
 @dataclass(frozen=True, slots=True)
@@ -138,6 +142,27 @@ class TuneLimits:
 
 
 @dataclass(frozen=True, slots=True)
+class StrategyChoice:
+    """Order in which the configurations of a problem are measured."""
+
+    strategy: Annotated[
+        str,
+        typer.Option(help="what is measured next: nearest, random, halving, tpe, or package.module:name"),
+    ] = "nearest"
+    seed: Annotated[int, typer.Option(help="seed of the strategy")] = 0
+
+    def factory(self) -> StrategyFactory:
+        """Return the function that makes the strategy of a problem."""
+        from kvkit.kernels.tuning.strategies import strategy_named
+
+        import_from_here()
+        try:
+            return partial(strategy_named(self.strategy), seed=self.seed)
+        except ValueError as error:
+            sys.exit(f"--strategy {error}")
+
+
+@dataclass(frozen=True, slots=True)
 class TuneReport:
     """Reports on earlier runs; if one is wanted, nothing is measured."""
 
@@ -146,24 +171,30 @@ class TuneReport:
     csv: Annotated[Path | None, typer.Option(help="write the trials to this file, and measure nothing")] = (
         None
     )
+    wide: Annotated[
+        bool, typer.Option("--wide", help="with --show or --target: all columns of the table")
+    ] = False
 
     def __bool__(self) -> bool:
         return bool(self.show or self.explain or self.csv)
 
 
+app = typer.Typer(add_completion=False)
+
+
+@app.callback(invoke_without_command=True)
 @grouped_options
 def tune(
+    context: typer.Context,
     *,
     choice: TuneChoice,
     limits: TuneLimits,
+    strategy: StrategyChoice,
     report: TuneReport,
     merge: Annotated[
         list[Path] | None,
         typer.Option(help="merge this table's results into those of this machine; can be repeated"),
     ] = None,
-    wide: Annotated[
-        bool, typer.Option("--wide", help="with --show or --target: all columns of the table")
-    ] = False,
     target: Annotated[
         str | None, typer.Option(help="compile every configuration for this target; needs no GPU")
     ] = None,
@@ -176,15 +207,58 @@ def tune(
     Results go to $KVKIT_TUNED or ~/.cache/kvkit/tuned, one file per device, and every trial to a file of
     JSON lines beside it. A run that was stopped continues where it was.
     """
+    if context.invoked_subcommand is not None:
+        return
     if merge:
         _merge(merge)
     elif report:
-        _report(choice, report, wide)
+        _report(choice, report)
     elif target is not None:
         factory = choice.factory(host=False)
-        extension("kvkit.tune", "target")(factory, choice.chosen(factory, False), target, json_path, wide)
+        extension("kvkit.tune", "target")(
+            factory, choice.chosen(factory, False), target, json_path, report.wide
+        )
     else:
-        _tune_here(choice, limits)
+        _tune_here(choice, limits, strategy.factory())
+
+
+Recorded = Annotated[
+    list[Path],
+    typer.Argument(
+        help='recorded trials: a <device>.trials.jsonl, or results with steps "tune"', metavar="FILE..."
+    ),
+]
+
+
+@app.command()
+def replay(
+    files: Recorded,
+    strategies: Annotated[
+        str, typer.Option(help="strategies to compare, with commas between; default: all of kvkit's")
+    ] = "",
+    seeds: Annotated[int, typer.Option(help="seeds of each strategy", min=1)] = 5,
+    csv: Annotated[Path | None, typer.Option(help="write each trial to this file")] = None,
+    plot: Annotated[Path | None, typer.Option(help="plot regrets to this .png, .svg or .pdf")] = None,
+    json_path: Annotated[
+        Path | None, typer.Option("--json", help="write this file for pytest-benchmark compare")
+    ] = None,
+) -> None:
+    """Compare strategies on recorded trials: what each would have found after which runs and seconds.
+
+    It measures nothing, and needs no GPU.
+    """
+    import_from_here()
+    extension("kvkit.tune", "replay")(files, strategies, seeds, csv, plot, json_path)
+
+
+@app.command()
+def regret(files: Recorded) -> None:
+    """Show how far the configurations of problems that were never tuned are from the best.
+
+    Each recorded problem is left out in turn, and its configuration is guessed from the results of the
+    others. It measures nothing, and needs no GPU.
+    """
+    extension("kvkit.tune", "regret")(files)
 
 
 def _trials_path(device: str) -> Path:
@@ -194,13 +268,13 @@ def _trials_path(device: str) -> Path:
     return tuned_folder() / f"{slug_of(device)}.trials.jsonl"
 
 
-def _report(choice: TuneChoice, report: TuneReport, wide: bool) -> None:
+def _report(choice: TuneChoice, report: TuneReport) -> None:
     from kvkit.kernels.tuning import trials
     from kvkit.observe.terminal import print_text
 
     device = choice.device_name()
     if report.show:
-        _show_tuned(device, wide)
+        _show_tuned(device, report.wide)
     if not (report.explain or report.csv):
         return
     path = _trials_path(device)
@@ -276,13 +350,14 @@ def _show_tuned(name: str, wide: bool) -> None:
     show(shown)
 
 
-def _tune_here(choice: TuneChoice, limits: TuneLimits) -> None:
+def _tune_here(choice: TuneChoice, limits: TuneLimits, strategy: StrategyFactory) -> None:
     from rich.console import Console
 
     from kvkit.kernels.tuning import search, trials
     from kvkit.kernels.tuning.devices import tools_here
     from kvkit.kernels.tuning.source import SourceError
     from kvkit.kernels.tuning.tables import TableError, tuned_folder
+    from kvkit.kernels.tuning.telemetry import state_reader
     from kvkit.observe.progress import spaced, timed
 
     host = choice.host
@@ -293,22 +368,27 @@ def _tune_here(choice: TuneChoice, limits: TuneLimits) -> None:
     console, count = Console(), Counter[str]()
     print_sometimes = spaced(timed(console))
 
+    device_states: dict[str, dict[KernelConfig, DeviceState]] = defaultdict(dict)
+
     def on_trial(problem: Problem, trial: search.Trial) -> None:
-        trials.append(path, [trials.line(problem, trial, *about)])
+        state = device_states[problem.name][trial.config] = read_state(problem.name)
+        trials.append(path, [trials.line(problem, trial, *about, state)])
         print_sometimes(f"{problem.name}: measured {trial.config}")
 
     try:
         with tools_here(host, factory) as tools:
             path, about = _trials_path(tools.name), (tools.name, tools.roofline)
+            read_state = state_reader(host)
             steps = search.tune(
                 problems,
                 tuned_folder(),
                 tools,
                 **asdict(limits),
                 on_trial=on_trial,
+                strategy=strategy,
             )
             for step in steps:
-                trials.append(path, trials.lines(step, *about))
+                trials.append(path, trials.lines(step, *about, device_states.pop(step.problem.name, {})))
                 count[step.state] += 1
                 console.print(str(step), markup=False, highlight=False, soft_wrap=True)
     except (search.TuningError, SourceError, TableError, OSError) as error:

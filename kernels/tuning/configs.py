@@ -21,6 +21,13 @@ class KernelConfig(NamedTuple):
         triton = (("warps", self.warps), ("stages", self.stages)) if self.warps else ()
         return " ".join(f"{name}={size}" for name, size in (*self.tiles, *triton))
 
+    @classmethod
+    def parse(cls, text: str) -> KernelConfig:
+        """Return the configuration that `str` wrote as `text`. Raises ValueError for any other text."""
+        numbers = {name: int(size) for name, size in (word.split("=") for word in text.split())}
+        warps, stages = numbers.pop("warps", 0), numbers.pop("stages", 0)
+        return cls(tuple(numbers.items()), warps, stages)
+
 
 def host_config(**tiles: int) -> KernelConfig:
     """Return a configuration of a kernel without Triton: sizes, counts and choices by argument."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Literal
@@ -15,9 +15,15 @@ from kvkit.environment import slug_of
 from kvkit.kernels.tuning.cases import Case, Problem, Work
 from kvkit.kernels.tuning.compiling import CompileError
 from kvkit.kernels.tuning.configs import KernelConfig
+from kvkit.kernels.tuning.strategies import (
+    FIRST_SAMPLES,
+    Strategy,
+    StrategyFactory,
+    nearest,
+    nearest_first,
+)
 from kvkit.kernels.tuning.tables import Tuned, TunedKey, build_of, read_table, write_table
 
-FIRST_SAMPLES = 3
 FINAL_SAMPLES = 15
 FINALISTS = 6
 FINALIST_FACTOR = 1.25
@@ -145,6 +151,7 @@ def tune(
     problem_s: float | None = None,
     force: bool = False,
     on_trial: OnTrial = lambda problem, trial: None,
+    strategy: StrategyFactory = nearest,
 ) -> Iterator[SearchStep]:
     """Tune one problem after another; write `folder`/<device>.json after each, and yield its result.
 
@@ -157,6 +164,7 @@ def tune(
             problem's time is spent on compiling its configurations.
         problem_s: the same limit for each problem; the next run does not search such a problem again.
         on_trial: see `OnTrial`.
+        strategy: makes the strategy of each problem, as those of `strategies.STRATEGIES` do.
 
     Raises:
         TableError: the file exists and is no table of this device; it was not changed.
@@ -185,7 +193,7 @@ def tune(
         )
         step = SearchStep(problem, "left")
         if now < ends:
-            step = _step(problem, replace(tools, roofline=roofline), now, ends, on_trial)
+            step = _step(problem, replace(tools, roofline=roofline), now, ends, on_trial, strategy)
         if step.tuned is not None:
             table[key] = step.tuned
             write_table(path, tools.name, table)
@@ -194,7 +202,9 @@ def tune(
         yield step
 
 
-def _step(problem: Problem, tools: Tools, now: float, ends: float, on_trial: OnTrial) -> SearchStep:
+def _step(
+    problem: Problem, tools: Tools, now: float, ends: float, on_trial: OnTrial, strategy: StrategyFactory
+) -> SearchStep:
     """Compile and search a problem from `now` to `ends`, in seconds of the clock."""
 
     def after(time: float) -> Late:
@@ -204,24 +214,10 @@ def _step(problem: Problem, tools: Tools, now: float, ends: float, on_trial: OnT
         nearest = replace(problem, space=nearest_first(problem.space))
         infos, case = tools.compile_space(nearest, after((now + ends) / 2)), problem.make(tools.device, True)
         measure, late = tools.timer(case), after(ends)
-        tuned, trials = search(problem, case, measure, infos, tools.roofline, late, on_trial)
+        tuned, trials = search(problem, case, measure, infos, tools.roofline, late, on_trial, strategy)
     except torch.OutOfMemoryError as error:
         return SearchStep(problem, "failed", error=str(error))
     return SearchStep(problem, "tuned" if tuned else "failed", tuned, trials)
-
-
-def nearest_first(space: Sequence[KernelConfig]) -> tuple[KernelConfig, ...]:
-    """Sort configurations by doublings from the first, so that the nearest are tried if time is short."""
-
-    def doublings(config: KernelConfig) -> float:
-        pairs = zip(_sizes(config), _sizes(space[0]), strict=False)  # a configuration may have no tiles
-        return sum(abs(math.log2(max(a, 1) / max(b, 1))) for a, b in pairs)
-
-    return tuple(sorted(space, key=doublings))
-
-
-def _sizes(config: KernelConfig) -> tuple[int, ...]:
-    return *(size for _, size in config.tiles), config.warps, config.stages
 
 
 def search(
@@ -232,15 +228,17 @@ def search(
     roofline: Roofline,
     late: Late = lambda: False,
     on_trial: OnTrial = lambda problem, trial: None,
+    strategy: StrategyFactory = nearest,
 ) -> tuple[Tuned | None, tuple[Trial, ...]]:
     """Find the fastest correct configuration of a problem; mutates the case's tensors.
 
     1. Configurations that the compiler rejects are not run, nor those that compile to the same as one that
        differs only in stages. The default is always run.
-    2. Starting nearest to the default, with those that spill registers last, each gets FIRST_SAMPLES runs: a
-       spill mostly costs time, but larger tiles may be worth it. Those with a bound (the roofline's time
-       for the bytes and flops of their tiles) above the fastest median so far are left out: they cannot win.
-       A configuration that beats its own bound refutes the roofline: then those left out are run too.
+    2. The default and then, in the order of the strategy (by default, nearest to the default first), each
+       gets as many runs as the strategy samples (by default FIRST_SAMPLES). Those that spill registers come
+       last: a spill mostly costs time, but larger tiles may be worth it. Those with a bound (the roofline's
+       time for the bytes and flops of their tiles) above the fastest median so far are left out: they cannot
+       win. A configuration that beats its own bound refutes the roofline: then those left out are run too.
     3. The FINALISTS fastest within NEAR of the fastest, and the default, get FINAL_SAMPLES more,
        alternating, so that a noisy moment affects all of them. The median of these counts.
     4. The finalists are ranked by median, and the first correct one is taken. The default ranks as if faster
@@ -253,9 +251,9 @@ def search(
     """
     default = problem.space[0]
     infos = {config: compile_infos.get(config, CompileInfo()) for config in problem.space}
-    first, outcome = _sample_all(problem, measure, infos, roofline, late, on_trial)
+    first, outcome = _sample_all(problem, measure, infos, roofline, late, on_trial, strategy(problem.space))
     median = {config: statistics.median(times) for config, times in first.items()}
-    samples = _sample_again(_finalists(median, default), measure, late)
+    samples = _sample_again(finalists(median, default), measure, late)
     winner, faults = _fastest_correct(case, default, median, samples)
     outcome |= {config: f"wrong: {fault}" for config, fault in faults.items()}
     if winner is not None:
@@ -281,8 +279,9 @@ def _sample_all(
     roofline: Roofline,
     late: Late,
     on_trial: OnTrial,
+    strategy: Strategy,
 ) -> tuple[dict[KernelConfig, list[float]], dict[KernelConfig, str]]:
-    """Run steps 1 and 2 of `search`.
+    """Run steps 1 and 2 of `search`; mutates the strategy.
 
     Returns:
         seconds of the first samples of each configuration that ran; and for all configurations why they did
@@ -291,31 +290,38 @@ def _sample_all(
     default, outcome = problem.space[0], {config: infos[config].rejection for config in problem.space}
     first: dict[KernelConfig, list[float]] = {}
     compiled: dict[object, KernelConfig] = {}
+
+    def binary(config: KernelConfig) -> object:
+        return config._replace(stages=0), infos[config].binary or config
+
+    def median(config: KernelConfig) -> float | None:
+        times = first.get(compiled.get(binary(config), config))
+        return statistics.median(times) if times else None
+
     fastest = math.inf
     spills = {config: infos[config].spill_bytes for config in problem.space if config != default}
-    pending: Sequence[KernelConfig] = sorted(nearest_first(problem.space), key=lambda c: spills.get(c, -1))
+    pending: Iterable[KernelConfig] = _spilling_last(_asked(strategy, default, median), spills)
     assumed: Roofline | None = None
     while roofline is not assumed:  # again, if the roofline was refuted
         assumed, left = roofline, []
         for config in pending:
             if outcome[config] and config != default:
                 continue
-            binary = config._replace(stages=0), infos[config].binary or config
-            if (twin := compiled.setdefault(binary, config)) != config:
+            if (twin := compiled.setdefault(binary(config), config)) != config:
                 outcome[config] = f"the same binary as {twin}"
                 continue
             work = problem.work(config)
             if roofline.bound(work) > fastest:
-                left.append(config)
+                left += [] if config in first or config in left else [config]
                 continue
-            if config != default and late():
-                outcome[config] = UNTRIED
+            if late() and (config != default or config in first):
                 continue
             try:
-                first[config] = [measure(config) for _ in range(FIRST_SAMPLES)]
+                times = [measure(config) for _ in range(strategy.samples)]
             except CompileError as error:
                 outcome[config] = f"does not run: {error}"
                 continue
+            first.setdefault(config, []).extend(times)
             on_trial(problem, _trial(config, first[config], UNCHECKED, infos[config]))
             seconds = statistics.median(first[config])
             fastest = min(fastest, seconds)
@@ -323,19 +329,44 @@ def _sample_all(
                 roofline = NO_ROOFLINE
         pending = left
     outcome |= {c: f"takes {roofline.bound(problem.work(c)) * 1e6:.1f} µs at the roofline" for c in pending}
+    outcome |= {c: UNTRIED for c, why in outcome.items() if not why and c not in first}
     return first, outcome
 
 
+def _asked(
+    strategy: Strategy, default: KernelConfig, median: Callable[[KernelConfig], float | None]
+) -> Iterator[KernelConfig]:
+    """Yield the default, then what the strategy asks for; tell it the median of each that was yielded."""
+    config: KernelConfig | None = default
+    while config is not None:
+        yield config
+        strategy.tell(config, median(config))
+        config = strategy.ask()
+
+
+def _spilling_last(
+    asked: Iterable[KernelConfig], spills: Mapping[KernelConfig, int]
+) -> Iterator[KernelConfig]:
+    """Yield configurations that spill once, after all others, by the bytes that they spill."""
+    spilling: dict[KernelConfig, int] = {}
+    for config in asked:
+        if spilled := spills.get(config, 0):
+            spilling[config] = spilled
+        else:
+            yield config
+    yield from sorted(spilling, key=lambda config: spilling[config])
+
+
 def _sample_again(
-    finalists: Sequence[KernelConfig], measure: Measure, late: Late
+    configs: Sequence[KernelConfig], measure: Measure, late: Late
 ) -> dict[KernelConfig, list[float]]:
     """Run step 3 of `search`; return the seconds of each sample."""
-    samples: dict[KernelConfig, list[float]] = {config: [] for config in finalists}
+    samples: dict[KernelConfig, list[float]] = {config: [] for config in configs}
     for round_index in range(FINAL_SAMPLES):
         if round_index >= FIRST_SAMPLES and late():
             break
-        start = round_index % max(1, len(finalists))
-        for config in [*finalists[start:], *finalists[:start]]:
+        start = round_index % max(1, len(configs))
+        for config in [*configs[start:], *configs[:start]]:
             samples[config].append(measure(config))
     return samples
 
@@ -372,7 +403,8 @@ def _fastest_correct(
     return winner, {config: fault for config, fault in faults.items() if fault}
 
 
-def _finalists(median: Mapping[KernelConfig, float], default: KernelConfig) -> list[KernelConfig]:
+def finalists(median: Mapping[KernelConfig, float], default: KernelConfig) -> list[KernelConfig]:
+    """Return the configurations of step 3 of `search` for the medians of the first samples, in seconds."""
     order = sorted(median, key=lambda config: median[config])
     fastest = [config for config in order if median[config] <= FINALIST_FACTOR * median[order[0]]][:FINALISTS]
     return fastest if default in fastest or default not in median else [*fastest, default]

@@ -8,29 +8,47 @@ import time
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 from kvkit.environment import PACKAGES, version_of
 from kvkit.kernels.tuning.cases import Problem
+from kvkit.kernels.tuning.configs import KernelConfig
 from kvkit.kernels.tuning.search import OPTIMISM, UNCHECKED, Roofline, SearchStep, Trial
 from kvkit.kernels.tuning.tables import build_of
+from kvkit.kernels.tuning.telemetry import UNKNOWN, DeviceState, source_commit
 
 Line = Mapping[str, Any]
 """A trial as a JSON object, made by `line`."""
 
 
-def lines(step: SearchStep, device: str, roofline: Roofline) -> Iterator[Line]:
-    """Return a line for each configuration that a search tried or skipped; see `line`."""
-    return (line(step.problem, trial, device, roofline) for trial in step.trials)
+def lines(
+    step: SearchStep,
+    device: str,
+    roofline: Roofline,
+    states: Mapping[KernelConfig, DeviceState] = MappingProxyType({}),
+) -> Iterator[Line]:
+    """Return a line for each configuration that a search tried or skipped; see `line`.
+
+    Args:
+        states: state of the device in the trials of the step's problem.
+    """
+    return (
+        line(step.problem, trial, device, roofline, states.get(trial.config, UNKNOWN))
+        for trial in step.trials
+    )
 
 
-def line(problem: Problem, trial: Trial, device: str, roofline: Roofline) -> Line:
+def line(
+    problem: Problem, trial: Trial, device: str, roofline: Roofline, state: DeviceState = UNKNOWN
+) -> Line:
     """Return the line to keep of a trial.
 
     Args:
         problem: problem as in `search.SearchStep`.
         device: name of the device.
         roofline: roofline of the device: `Tools.roofline`.
+        state: state of the device after the trial's first runs.
     """
     work = problem.work(trial.config)
     return {
@@ -50,6 +68,8 @@ def line(problem: Problem, trial: Trial, device: str, roofline: Roofline) -> Lin
         "bytes_per_s": roofline.bytes_per_s,
         "flops_per_s": roofline.flops_per_s,
         "compiled": dict(trial.compile_info.numbers),
+        **state._asdict(),
+        "commit": source_commit(),
         **build_of(problem.kernel, problem.host)._asdict(),
         "versions": {package: version_of(package) for package in PACKAGES},
     }
@@ -85,7 +105,7 @@ def read(path: Path) -> list[Line]:
 
 COLUMNS = (
     *("device", "problem", "operation", "form", "config", "default", "outcome", "us", "least_us", "roof_us"),
-    *("moved_bytes", "flops", "source", "compiler", "driver"),
+    *("moved_bytes", "flops", "source", "compiler", "driver", *DeviceState._fields, "commit"),
 )
 
 

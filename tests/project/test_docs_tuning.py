@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 import torch
-from page_blocks import check_printed, on_page, run_shell
+from page_blocks import ROOT, check_printed, on_page, run_shell
 from typer.testing import CliRunner
 
 from kvkit import cli
@@ -67,6 +67,52 @@ def test_the_first_commands_of_the_page_on_tuning(tmp_path: Path) -> None:
     commands = on_page("docs/research/tuning.md", "kvkit tune --device host")
     done = run_shell(commands, tmp_path, KVKIT_TUNED=str(tmp_path / "tuned"))
     check_printed("docs/research/tuning.md", "kvkit tune --device host", done.stdout)
+
+
+@pytest.mark.nightly
+def test_the_pages_autotuned_kernel_compiles(tmp_path: Path) -> None:
+    (tmp_path / "scale_kernel.py").write_text(on_page("docs/research/tuning.md", '"""scale_kernel.py'))
+    command = on_page("docs/research/tuning.md", "kvkit tune --problems scale_kernel:problems --target")
+    done = run_shell(command, tmp_path)
+    check_printed(
+        "docs/research/tuning.md", "kvkit tune --problems scale_kernel:problems --target", done.stdout
+    )
+
+
+def test_the_pages_autotuned_kernel_is_right(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """For a length that no block divides; on a GPU or in the interpreter."""
+    (tmp_path / "scale_kernel.py").write_text(on_page("docs/research/tuning.md", '"""scale_kernel.py'))
+    monkeypatch.syspath_prepend(tmp_path)
+    module = import_module("scale_kernel")
+    (problem,) = module.problems()
+    assert problem.bucket == tuning.ProblemBucket("scale", "float32 float32", (1 << 24,))
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    few = module.scale.problem("few", _few, module.grid, _doubled, work=tuning.Work(1))
+    case = few.make(device, True)
+    for config in problem.space:
+        case.poison()
+        assert case.fault()
+        case.run(config)
+        assert case.fault() == ""
+
+
+def _few(device: torch.device) -> dict[str, Any]:
+    return {name: torch.randn(5001, device=device) for name in "xy"} | {"N": 5001}
+
+
+def _doubled(given: Any) -> dict[str, torch.Tensor]:
+    return {"y": 2 * given["x"]}
+
+
+@pytest.mark.parametrize("start", ["kvkit tune replay", "kvkit tune regret"])
+def test_recorded_trials_are_studied_as_the_page_has_it(tmp_path: Path, start: str) -> None:
+    (tmp_path / "benchmarks").symlink_to(ROOT / "benchmarks")
+    pages = {
+        "kvkit tune replay": on_page("docs/research/tuning.md", "kvkit tune replay"),
+        "kvkit tune regret": on_page("docs/research/tuning.md", "kvkit tune regret"),
+    }
+    done = run_shell(pages[start], tmp_path)
+    check_printed("docs/research/tuning.md", start, done.stdout)
 
 
 def test_the_pages_problems_are_right_and_notice_what_is_not(mine: Any) -> None:

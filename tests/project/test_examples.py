@@ -132,6 +132,8 @@ def test_own_kernel(tmp_path: Path) -> None:
     assert text.count("right") == 11
     assert re.search(r"bounds_(host|gpu): tuned; [\d.]+ µs", text)
     assert "best" in text
+    replayed = re.findall(r"(nearest|random|halving) +seed (\d): +(?:\d+% *)+$", text, re.MULTILINE)
+    assert replayed == [(name, seed) for name in ("nearest", "random", "halving") for seed in "01"]
     assert text.count("0 bytes spilled") == 2
     assert list(tmp_path.iterdir()) == [], "it leaves nothing where it runs"
 

@@ -81,20 +81,20 @@ ROOM_LINES_AT_MOST = {
     "kernels": 300,
     "kernels/attention": 3_250,
     "kernels/pages": 3_300,
-    "kernels/tuning": 2_500,
+    "kernels/tuning": 3_300,
     "kvkit": 2_100,
     "kvkit/blend": 1_500,
     "kvkit/doctor": 600,
     "kvkit/format": 1_900,
     "kvkit/handoff": 5_500,
-    "kvkit/lab": 10_050,
+    "kvkit/lab": 10_900,
     "kvkit/observe": 1_300,
     "kvkit/router": 4_000,
     "kvkit/tiers": 6_400,
     "kvkit/transfer": 3_900,
 }
 """Lines of code by room, blank ones and docstrings included."""
-CORE_LINES_AT_MOST = 47_550
+CORE_LINES_AT_MOST = 48_400
 """Lines of all rooms but the laboratory."""
 KERNELS = re.compile(r"(?:triton\.|numba\.|_)?n?jit\b")
 """What decorates a function that Triton or numba compiles: its parameters are registers and pointers, as are
