@@ -127,7 +127,7 @@ $(OLD_TRITON)/stamp: | $(VENV)/dev.stamp
 
 test-triton: $(OLD_TRITON)/stamp  ## kernels, compile gate and launches with the Triton of GPU machines
 	PYTHONPATH=$(OLD_TRITON) $(BIN)/python -c "import triton; assert triton.__version__ == '$(TRITON)'"
-	PYTHONPATH=$(OLD_TRITON) $(PYTEST) -q $(addprefix tests/kernels/test_,$(addsuffix .py,attention_triton \
+	PYTHONPATH=$(OLD_TRITON) $(PYTEST) -q $(addprefix tests/kernels/test_,$(addsuffix .py,attention_triton attention_hopper \
 		attention_shapes attention_warm_up pages_triton pages_compiled compile_gate tuning_search \
 		tuning_autotune planned_launches))
 

@@ -58,9 +58,10 @@ def blend_attention(
     """
     _check_gradients(q=q, k_pages=k_pages, v_pages=v_pages, out=out)
     tensors = (q, k_pages, v_pages) if out is None else (q, k_pages, v_pages, out)
-    same_address = k_pages.data_ptr() == v_pages.data_ptr()
+    addresses = k_pages.data_ptr(), v_pages.data_ptr()
+    kind = addresses[0] == addresses[1], (addresses[0] | addresses[1]) % 16 == 0
     plan = rows.once(
-        ("checked", scoring, same_address, *map(form_of, tensors)),
+        ("checked", scoring, kind, *map(form_of, tensors)),
         lambda: _plan_attention(q, k_pages, v_pages, rows, scoring, out),
     )
     if plan is None:
@@ -192,9 +193,9 @@ def _plan_attention(
         check_array("out", ArraySpec.of(out), want)
     if _on_cpu(q):
         return None
-    from kvkit.kernels.attention import triton
+    from kvkit.kernels.attention import hopper
 
-    return triton.plan_attention(q, k_pages, v_pages, rows, scoring)
+    return hopper.plan_attention(q, k_pages, v_pages, rows, scoring)
 
 
 def _plan_scatter(

@@ -11,11 +11,11 @@ import numpy as np
 import torch
 
 from kvkit.format.rope import Rope
-from kvkit.kernels.attention import reference, triton
+from kvkit.kernels.attention import hopper, reference, triton
 from kvkit.kernels.attention.layer import RowRotations, Scoring
 from kvkit.kernels.attention.rows import Rows
 from kvkit.kernels.tuning.cases import INTERLEAVED, LLAMA_ROPE, Case, Problem, Work, fill, not_close, rope_of
-from kvkit.kernels.tuning.configs import KernelConfig, Launch
+from kvkit.kernels.tuning.configs import KernelConfig, Launch, Runnable
 from kvkit.kernels.tuning.gpus import GPUS
 from kvkit.kernels.tuning.shapes import ModelShape
 
@@ -23,6 +23,7 @@ from kvkit.kernels.tuning.shapes import ModelShape
 def problems() -> Iterator[Problem]:
     """Yield all problems, grouped by operation; made on the CPU without contents."""
     yield from map(attention_problem, ATTENTIONS)
+    yield from (hopper_problem(spec) for spec in ATTENTIONS if spec.on_hopper)
     yield from map(scatter_problem, SCATTERS)
     yield deviation_problem()
 
@@ -40,7 +41,10 @@ def model_problems(shape: ModelShape) -> Iterator[Problem]:
     )
     for length in (4096, 8192, 32768):
         length = -(-length // shape.block) * shape.block
-        yield attention_problem(spec(name=f"attention {shape}, {length} keys", length=length))
+        attention = spec(name=f"attention {shape}, {length} keys", length=length)
+        yield attention_problem(attention)
+        if attention.on_hopper:
+            yield hopper_problem(attention)
     kinds: tuple[Literal["lse", "scores", "scores x v"], ...] = ("lse", "scores", "scores x v")
     for what in kinds:
         length = -(-8192 // shape.block) * shape.block
@@ -115,6 +119,14 @@ class AttentionSpec:
         """Name of the kernel that is tuned."""
         return "weigh" if self.what.startswith("scores") else "attend"
 
+    @property
+    def on_hopper(self) -> bool:
+        """Whether the kernel for Hopper GPUs computes it, and this Triton has Gluon."""
+        heads = self.heads
+        plain = self.what == "o" and heads.size == heads.v_size and not heads.latent
+        known = hopper.KERNEL is not None and heads.size in hopper.SIZES
+        return plain and known and heads.dtype.itemsize == 2
+
 
 ATTENTIONS = (
     *(AttentionSpec(f"attention Llama-3.1-8B, {n} keys", LLAMA_8B, n) for n in (4096, 8192, 32768)),
@@ -180,6 +192,49 @@ def attention_problem(spec: AttentionSpec) -> Problem:
 
     problem = _problem(spec.name, spec.kernel, partial(_attention_case, spec), work, (2, 0), spec.gated)
     return replace(problem, spills={"sm_90": 192}) if heads.latent and spec.kernel == "attend" else problem
+
+
+def hopper_problem(spec: AttentionSpec) -> Problem:
+    """Make the problem of an attention by the Hopper kernel: elsewhere its default is that of `attend`."""
+    plain = attention_problem(spec)
+    (launch, *_) = plain.make(torch.device("cpu"), False).launches(None)
+    assert isinstance(launch, Launch)
+    space = hopper.configs(launch.arguments)
+
+    def work(config: KernelConfig) -> Work:
+        """Count the iterations of both warpgroups."""
+        found = plain.work(config)
+        return replace(found, iterations=2 * found.iterations) if config in space else found
+
+    return replace(
+        plain,
+        name=f"{spec.name}, Hopper",
+        bucket=plain.bucket._replace(op=hopper.OP),
+        kernel=hopper.KERNEL,
+        space=space,
+        make=partial(_hopper_case, spec),
+        work=work,
+        wide={hopper.OP: (2, 0)},
+        # with more channels, ptxas spills a few bytes outside of the loops
+        gated=plain.gated and spec.heads.size <= 128,
+        defaults={target: space[0] if target == hopper.TARGET else plain.defaults[target] for target in GPUS},
+    )
+
+
+def _hopper_case(spec: AttentionSpec, device: torch.device, filled: bool) -> Case:
+    case = _attention_case(spec, device, filled)
+
+    def launches(config: KernelConfig | None) -> tuple[Runnable, ...]:
+        if config is None and hopper.available():
+            (launch, *_) = case.launches(None)
+            assert isinstance(launch, Launch)
+            config = hopper.configs(launch.arguments)[0]
+        found = case.launches(config)
+        if config is None or "STAGES" not in dict(config.tiles):
+            return found
+        return hopper.with_kernel(tuple(one for one in found if isinstance(one, Launch)))
+
+    return replace(case, launches=launches)
 
 
 OPERATIONS = {

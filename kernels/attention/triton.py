@@ -258,7 +258,8 @@ def plan_attention(
     units = heads * triton.cdiv(group, pack)
     v_size = 0 if v_pages is None else v.shape[3]
     size, device = k_pages.shape[3], _resources(rows.device)
-    loaded = config.stages * tile_keys * (size if arguments["LATENT"] else size + v_size)
+    stages = dict(config.tiles).get("STAGES", config.stages)
+    loaded = stages * tile_keys * (size if arguments["LATENT"] else size + v_size)
     resident = device.shared_bytes // (q.element_size() * (tile_rows * size + loaded))
     resident = min(PROGRAMS_PER_MULTIPROCESSOR, max(1, resident))
     cost = TileCost(tile_rows, tile_keys, units, size + v_size, v_size, resident)

@@ -113,6 +113,23 @@ def best(
 
 
 @functools.lru_cache(1024)
+def results_of(op: str, form: str, kernel: Any) -> Mapping[tuple[tuple[int, ...], str], Tuned]:
+    """Return this process's GPU's results for a kernel's present source and compiler, by sizes and driver.
+
+    Args:
+        op, form: of the buckets.
+        kernel: Triton kernel or function, for its source.
+    """
+    source, compiler, _ = build_of(kernel, False)
+    wanted = op, form, source, compiler
+    return {
+        (bucket.sizes, build.driver): tuned
+        for (bucket, build), tuned in _tables_here(False)[0].items()
+        if (bucket.op, bucket.form, build.source, build.compiler) == wanted
+    }
+
+
+@functools.lru_cache(1024)
 def _known(bucket: ProblemBucket, source: str, host: bool, most_untried: int) -> tuple[KernelConfig, ...]:
     table, *related = _tables_here(host)
     return ranked(table, bucket, Build(source, *_compiler(host)), related, most_untried)
@@ -133,6 +150,7 @@ def _tables_here(host: bool) -> tuple[Mapping[TunedKey, Tuned], ...]:
 def forget_tables() -> None:
     """Make `best` read the tables again, after tuning in the same process."""
     _known.cache_clear()
+    results_of.cache_clear()
     _tables_here.cache_clear()
 
 

@@ -17,10 +17,18 @@ import kernel_fixtures
 import pytest
 import torch
 from repository import ROOT, SUPPORT
+from run_sizes import nightly
 
 from kvkit.environment import version_of
-from kvkit.kernels.attention.problems import LLAMA_8B, AttentionSpec, attention_problem
-from kvkit.kernels.tuning.assembly import Compiled
+from kvkit.kernels.attention.problems import (
+    GEMMA_2,
+    LLAMA_8B,
+    AttentionSpec,
+    Heads,
+    attention_problem,
+    hopper_problem,
+)
+from kvkit.kernels.tuning.assembly import Compiled, MachineInstruction
 from kvkit.kernels.tuning.compiling import (
     CompileError,
     CompilePool,
@@ -33,6 +41,7 @@ from kvkit.kernels.tuning.configs import KernelConfig, Launch
 from kvkit.kernels.tuning.problems import every_problem
 from kvkit.lab.compiling.gate import GATE, faults, gate, run
 from kvkit.lab.compiling.keys import KeyedCompiled, compile_key, compile_keyed
+from kvkit.lab.compiling.overlap import loops_with_products, overlap_faults, sass_of
 from kvkit.lab.compiling.report import as_json, shown
 
 pytestmark = pytest.mark.timeout(1200)  # compilers beside others, on a machine that may be slow
@@ -326,6 +335,38 @@ def test_attention_prefetches_whatever_the_pages(pool: CompilePool) -> None:
         assert 0 < fewer.in_flight < more.in_flight
         assert fewer.shared_bytes < more.shared_bytes
         assert fewer.digest != more.digest
+
+
+def hopper_sass(spec: AttentionSpec) -> tuple[MachineInstruction, ...]:
+    """The default of a Hopper attention, on sm_90."""
+    problem = hopper_problem(spec)
+    launch = problem.make(torch.device("cpu"), False).launches(problem.space[0])[0]
+    assert isinstance(launch, Launch)
+    assert launch.kernel.__name__ == "attend_hopper"
+    return sass_of(launch, "sm_90")
+
+
+@pytest.mark.parametrize(
+    "spec",
+    [
+        AttentionSpec("attention", LLAMA_8B, 8192),
+        *nightly(
+            AttentionSpec("in parts, with a window", LLAMA_8B, 1024, window=512),
+            AttentionSpec("odd blocks, in parts", replace(LLAMA_8B, dtype=torch.float16), 1000, 20),
+            AttentionSpec("heads of 64", Heads(16, 4, 64, 64), 8192, 64),
+            AttentionSpec("heads of 64, capped", Heads(8, 8, 64, 64), 8192, None, softcap=30.0),
+            AttentionSpec("heads of 256, capped, with a window", GEMMA_2, 4096, window=512, softcap=50.0),
+        ),
+    ],
+    ids=lambda spec: spec.name,
+)
+def test_a_hopper_attention_overlaps_products_and_softmax(pool: CompilePool, spec: AttentionSpec) -> None:
+    """Both warpgroups, in the loops with a mask and in that without."""
+    sass = pool.processes.submit(hopper_sass, spec).result()
+    assert len(loops_with_products(sass)) == (4 if spec.window is None else 6)
+    assert overlap_faults(sass) == []
+    if spec.heads.size <= 128:
+        assert [one.name for one in sass if one.name.startswith(("LDL", "STL"))] == []
 
 
 @pytest.fixture(scope="module")

@@ -63,7 +63,7 @@ def test_every_kernel_has_a_problem() -> None:
     """All that an `api` starts; merge comes with the attention."""
     assert {problem.bucket.op for problem in every_problem()} == {
         *("copy_rows", "decode_rows", "encode_rows", "pages_to_host", "host_to_pages"),
-        *("attend", "weigh", "scatter_rows", "measure"),
+        *("attend", "attend_hopper", "weigh", "scatter_rows", "measure"),
     }
 
 
@@ -80,7 +80,9 @@ def test_a_space_has_the_default_first_and_nothing_twice(problem: Problem) -> No
 def test_work_counts_what_cannot_be_avoided(problem: Problem) -> None:
     works = [problem.work(config) for config in problem.space]
     assert all(work.moved_bytes == works[0].moved_bytes > 1 << 20 for work in works)
-    assert all((work.flops > 0) == (problem.bucket.op in ("attend", "weigh")) for work in works)
+    assert all(
+        (work.flops > 0) == (problem.bucket.op in ("attend", "attend_hopper", "weigh")) for work in works
+    )
 
 
 def test_the_work_of_an_attention_is_that_of_its_visible_keys() -> None:
