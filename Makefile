@@ -13,8 +13,11 @@ TRITON := 3.6.0
 OLD_TRITON := $(HOME)/.cache/kvkit/triton-$(TRITON)
 # theirs, for their Python
 GPU_TRITON := $(OLD_TRITON)-cp312
-# theirs, too; the environment's is older
+# theirs, too, and the newest; the environment's is older
 JAX := 0.11.2
+NEXT_JAX := 0.12.0.1
+# versions of jax-triton and Triton beside both
+JAX_TRITON := 0.4.1 3.9.0
 # what pip installs on a GPU machine today; the build for CPUs comes weeks later
 NEXT_VLLM_VERSION := 0.33.0
 NEXT_VLLM := $(abspath $(VENV))/vllm-$(NEXT_VLLM_VERSION)
@@ -131,8 +134,9 @@ test-triton: $(OLD_TRITON)/stamp  ## kernels, compile gate and launches with the
 		attention_shapes attention_warm_up pages_triton pages_compiled compile_gate tuning_search \
 		tuning_autotune planned_launches))
 
-test-jax: $(VENV)/dev.stamp  ## JAX arrays with the JAX of GPU machines, where a Python for it is or can be had
-	$(BIN)/python tests/tools/newer_jax.py $(JAX)
+test-jax: $(VENV)/dev.stamp  ## JAX arrays with newer JAX and jax-triton, where a Python for them is or can be had
+	$(BIN)/python tests/tools/newer_jax.py $(JAX) $(JAX_TRITON)
+	$(BIN)/python tests/tools/newer_jax.py $(NEXT_JAX) $(JAX_TRITON)
 
 $(MUTMUT)/stamp: | $(VENV)/dev.stamp
 	$(PIP) --no-deps --upgrade --target $(@D) mutmut==3.8.1 libcst==1.9.0

@@ -66,6 +66,6 @@ def vary(values: T, axes: frozenset[str]) -> T:
 
 
 def shape(*sizes: int, dtype: jax.typing.DTypeLike, axes: frozenset[str]) -> jax.ShapeDtypeStruct:
-    """Return the type of an array that a Pallas kernel returns, varying over `axes`."""
+    """Return the type of an array that a kernel returns, varying over `axes`."""
     varies = jax.sharding.ManualAxisType(varying=axes)  # type: ignore[no-untyped-call]  # JAX's
     return jax.ShapeDtypeStruct(sizes, dtype, manual_axis_type=varies)  # type: ignore[no-untyped-call]

@@ -1,4 +1,4 @@
-"""`make gpu`: pages and attention of JAX arrays, against the same on the host."""
+"""`make gpu`: pages of JAX arrays against the same on the host, their attention against Triton's kernels."""
 
 from __future__ import annotations
 
@@ -54,7 +54,11 @@ def _attention(bench: Bench) -> None:
     import jax.numpy as jnp
 
     from kvkit.kernels.attention import jax as attention_jax
+    from kvkit.kernels.attention import jax_choice
 
+    reason = jax_choice.unusable()
+    path = f"XLA: {reason}" if reason else "the Triton kernels, through jax-triton"
+    print(f"JAX's attention is computed by {path}", flush=True)
     shape = LLAMA_8K if bench.device.type == "cuda" else SMALL
     positions = shape.positions
     table = np.random.default_rng(1).permutation(shape.tokens // shape.block_tokens)[None]
@@ -73,7 +77,9 @@ def _attention(bench: Bench) -> None:
     plan = Rows.of(positions, starts, lengths, table, shape.block_tokens, bench.device)
     want = attention.blend_attention(*on_device, plan, scoring)[0].float().cpu()
     got = torch.from_numpy(np.asarray(call(), np.float32))
-    _record(bench, "blend_attention", call, off=((got - want).norm() / want.norm()).item())
+    off = ((got - want).norm() / want.norm()).item()
+    different = int((got != want).sum())  # 0 with the same kernels
+    _record(bench, "blend_attention", call, off=off, different=different, path=path)
 
 
 def _record(bench: Bench, what: str, call: Callable[[], object], **found: object) -> None:

@@ -3,28 +3,31 @@
 As in `kvkit.kernels.pages.jax`, every function may be called directly or under `jax.jit`, with scorings and
 ropes as Python values. Equal shapes compile once: slots, tables, positions and lengths are data.
 
-XLA compiles the same functions for every platform, except for `blend_attention`. It is a Pallas kernel on
-CUDA (`kvkit.kernels.attention.pallas`) and, for the arguments that this supports, on a TPU
-(`kvkit.kernels.attention.pallas_tpu`). The choice is made when a function is lowered, so that one function
-serves every platform. The other functions gather and scatter; `query_scores` loops over tiles. The Triton
-kernels are not called through jax-triton: the host plans their work from positions, which are unknown under
-`jax.jit`.
+XLA compiles the same functions for every platform, except for `blend_attention`. On CUDA, the Triton kernel
+that computes it for tensors computes it here too, with the same bits (`kvkit.kernels.attention.jax_triton`):
+where jax-triton is installed, and where the host knows the values of the requests, from which it plans. On a
+TPU it is a Pallas kernel, for the arguments that this supports (`kvkit.kernels.attention.pallas_tpu`). The
+choice of the platform is made when a function is lowered, so that one function serves every platform. The
+other functions gather and scatter; `query_scores` loops over tiles.
 """
 
 from __future__ import annotations
 
 import functools
-from typing import NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 
-from kvkit.kernels.attention import checks, pallas, pallas_tpu
+from kvkit.kernels.attention import checks, jax_choice, jax_plan, pallas_tpu
 from kvkit.kernels.attention.layer import Requests, RowRotations, Scoring
 from kvkit.kernels.checks import check_ids
 from kvkit.kernels.pages.jax import Ids, bits, in_range, locate, rotate, scatter
 from kvkit.kernels.traced import operation, vary, varying
+
+if TYPE_CHECKING:
+    from kvkit.kernels.attention.rows import Rows
 
 ROW_TILE = 128  # query rows that share a loop over keys
 
@@ -49,28 +52,45 @@ class Scattered(NamedTuple):
 
 
 def blend_attention(
-    q: jax.Array, k_pages: jax.Array, v_pages: jax.Array, requests: Requests, scoring: Scoring
+    q: jax.Array,
+    k_pages: jax.Array,
+    v_pages: jax.Array,
+    requests: Requests | Rows,
+    scoring: Scoring,
+    backend: jax_choice.Backend | None = None,
 ) -> tuple[jax.Array, jax.Array]:
     """Compute `api.blend_attention` of rows given as `requests`.
 
-    An online softmax (https://arxiv.org/abs/1805.02867) runs over tiles of keys, up to a row tile's last
-    position and, with a window, from its first. At most [Hq, ROW_TILE, KEY_TILE] scores exist at a time.
+    With XLA, an online softmax (https://arxiv.org/abs/1805.02867) runs over tiles of keys, up to a row tile's
+    last position and, with a window, from its first. At most [Hq, ROW_TILE, KEY_TILE] scores exist at a time.
+
+    On CUDA the Triton kernels compute it, if jax-triton is there and `requests` have values: `Rows`, or
+    arrays that are no arguments of a `jax.jit` around the call. They are then checked as by `Rows.of`. Make
+    `Rows` once per batch, on the CPU, so that layers share the plan. Traced requests, heads of more channels
+    than the kernels take and `jax.vmap` are left to XLA, and so is everything without jax-triton; a warning
+    then says once what to install.
 
     Over several devices, shard heads (axis 1 of q and of the pages) and replicate requests; pages of one
     head are replicated too. Or shard requests in `jax.shard_map`, with a pool and ids for each device.
-    On CUDA and TPUs the function is one Pallas kernel, which JAX does not split among devices by itself: use
-    `jax.shard_map`. On a TPU, float16 and tables of more than 512 KiB in int32 are left to XLA.
-    `jax.export` supports CUDA only as the sole platform, and with
-    `disabled_checks=[DisabledSafetyCheck.custom_call("__gpu$xla.gpu.triton")]`: later versions need not
-    understand the call.
+    With the Triton kernels and on TPUs the function is a call that JAX does not split among devices by
+    itself: use `jax.shard_map`. On a TPU, float16 and tables of more than 512 KiB in int32 are left to XLA.
+
+    Args:
+        requests: requests, or `Rows` on the CPU.
+        backend: "triton" or "xla" to have that and nothing else; "triton" is lowered for CUDA alone.
 
     Raises:
-        LaunchError: an argument does not fit.
+        LaunchError: an argument does not fit, or `backend` cannot compute this.
+        RowsError: values of `requests` do not fit each other, where Triton would compute.
         NotImplementedError: a gradient of this or another function here is taken.
     """
     checks.check_pages(q, k_pages, v_pages)
-    checks.check_requests(requests, q)
-    result: tuple[jax.Array, jax.Array] = _blend_attention(q, k_pages, v_pages, requests, scoring)
+    arrays = requests if isinstance(requests, Requests) else jax_plan.requests_of(requests)
+    checks.check_requests(arrays, q)
+    work, calls = jax_choice.choose((q, k_pages, v_pages), requests, scoring, backend) or (None, None)
+    result: tuple[jax.Array, jax.Array] = _blend_attention(
+        q, k_pages, v_pages, arrays, scoring, work, calls, backend is None
+    )
     return result
 
 
@@ -132,19 +152,71 @@ def query_scores(
     return mass
 
 
-@operation("scoring")
+@operation("scoring", "calls", "anywhere")
 def _blend_attention(
-    q: jax.Array, k_pages: jax.Array, v_pages: jax.Array, requests: Requests, scoring: Scoring
+    q: jax.Array,
+    k_pages: jax.Array,
+    v_pages: jax.Array,
+    requests: Requests,
+    scoring: Scoring,
+    work: jax_plan.Work | None = None,
+    calls: jax_plan.Calls | None = None,
+    anywhere: bool = True,
 ) -> tuple[jax.Array, jax.Array]:
-    arrays, xla = (q, k_pages, v_pages, requests), functools.partial(_attention, scoring=scoring)
-    on_tpu = functools.partial(pallas_tpu.blend_attention, scoring=scoring)
-    result: tuple[jax.Array, jax.Array] = lax.platform_dependent(
-        *vary(arrays, varying(arrays)),  # to one type, so that all branches return one type
-        cuda=functools.partial(pallas.blend_attention, scoring=scoring),
-        tpu=on_tpu if pallas_tpu.supports(q, v_pages, requests) else xla,
+    """Attend by `calls` on CUDA, and by other means on other platforms; `anywhere` False: by the one only."""
+    arrays, xla = (q, k_pages, v_pages, requests, work), functools.partial(_xla, scoring=scoring)
+    on_cuda = xla if calls is None else functools.partial(_triton, scoring=scoring, calls=calls)
+    varied = vary(arrays, varying(arrays))  # to one type, so that all branches return one type
+    result: tuple[jax.Array, jax.Array]
+    if not anywhere:
+        result = on_cuda(*varied)
+        return result
+    by_tpu = functools.partial(_tpu, scoring=scoring)
+    result = lax.platform_dependent(
+        *varied,
+        cuda=on_cuda,
+        tpu=by_tpu if pallas_tpu.supports(q, v_pages, requests) else xla,
         default=xla,
     )
     return result
+
+
+def _triton(
+    q: jax.Array,
+    k_pages: jax.Array,
+    v_pages: jax.Array,
+    requests: Requests,
+    work: jax_plan.Work,
+    scoring: Scoring,
+    calls: jax_plan.Calls,
+) -> tuple[jax.Array, jax.Array]:
+    """Compute `blend_attention` with the Triton kernels; under `jax.vmap`, with XLA."""
+    from kvkit.kernels.attention import jax_triton
+
+    @jax.custom_batching.custom_vmap
+    def attend(*arrays: Any) -> tuple[jax.Array, jax.Array]:
+        q, k_pages, v_pages, _, work = arrays
+        return vary(jax_triton.blend_attention(q, k_pages, v_pages, work, calls), varying(arrays))
+
+    @attend.def_vmap
+    def batched(_: int, is_batched: Any, *arrays: Any) -> tuple[tuple[jax.Array, jax.Array], Any]:
+        axes = jax.tree.map(lambda batch: 0 if batch else None, is_batched)
+        return jax.vmap(functools.partial(_xla, scoring=scoring), axes)(*arrays), (True, True)
+
+    result: tuple[jax.Array, jax.Array] = attend(q, k_pages, v_pages, requests, work)
+    return result
+
+
+def _xla(
+    q: jax.Array, k_pages: jax.Array, v_pages: jax.Array, requests: Requests, _: object, scoring: Scoring
+) -> tuple[jax.Array, jax.Array]:
+    return _attention(q, k_pages, v_pages, requests, scoring)
+
+
+def _tpu(
+    q: jax.Array, k_pages: jax.Array, v_pages: jax.Array, requests: Requests, _: object, scoring: Scoring
+) -> tuple[jax.Array, jax.Array]:
+    return pallas_tpu.blend_attention(q, k_pages, v_pages, requests, scoring)
 
 
 @operation()

@@ -5,7 +5,8 @@ memory. A program then takes the keys that a tile sees in steps of some pages. P
 step ahead, by block tables in scalar memory; steps that a tile does not need fetch and compute nothing. The
 softmax is online (https://arxiv.org/abs/1805.02867), as in the kernels for GPUs.
 
-No TPU has run the kernel. Tests run it in Pallas' interpreter, and lower it for a TPU.
+No TPU has run the kernel, and nothing is known of its speed. Tests run it in Pallas' interpreter on a CPU,
+where it equals the reference, and lower it for a TPU, with JAX 0.10, 0.11 and 0.12.
 """
 
 from __future__ import annotations

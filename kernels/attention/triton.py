@@ -241,13 +241,19 @@ def plan_attention(
     scoring: Scoring,
     config: KernelConfig | None = None,
     split: Split = "best",
+    device: torch.device | None = None,
 ) -> AttentionPlan:
-    """Plan an attention for tensors of these forms; whether V begins where K does is a part of the form."""
+    """Plan an attention for tensors of these forms; whether V begins where K does is a part of the form.
+
+    Args:
+        device: GPU that runs it; None: the rows' device.
+    """
     if not rows.count:
         return AttentionPlan()
     heads, group = k_pages.shape[1], q.shape[1] // k_pages.shape[1]
     v = k_pages if v_pages is None else v_pages
-    latent = v_pages is not None and (v.data_ptr(), v.stride()) == (k_pages.data_ptr(), k_pages.stride())
+    address = k_pages.data_ptr()  # 0: of a tensor without memory
+    latent = v_pages is not None and 0 != address == v.data_ptr() and v.stride() == k_pages.stride()
     arguments = {
         **_score_arguments(q, k_pages, v_pages, rows, scoring),
         "LATENT": latent and v.shape[3] == main_channels(k_pages.shape[3]),
@@ -257,14 +263,14 @@ def plan_attention(
     pack = packed(group, tile_rows, int(np.diff(rows.row_starts).max()))
     units = heads * triton.cdiv(group, pack)
     v_size = 0 if v_pages is None else v.shape[3]
-    size, device = k_pages.shape[3], _resources(rows.device)
+    size, resources = k_pages.shape[3], _resources(device or rows.device)
     stages = dict(config.tiles).get("STAGES", config.stages)
     loaded = stages * tile_keys * (size if arguments["LATENT"] else size + v_size)
-    resident = device.shared_bytes // (q.element_size() * (tile_rows * size + loaded))
+    resident = resources.shared_bytes // (q.element_size() * (tile_rows * size + loaded))
     resident = min(PROGRAMS_PER_MULTIPROCESSOR, max(1, resident))
     cost = TileCost(tile_rows, tile_keys, units, size + v_size, v_size, resident)
     if split == "best":
-        split = _best_split(rows, tile_rows // pack, cost, scoring.window)
+        split = _best_split(rows, tile_rows // pack, cost, scoring.window, resources.processors)
     tiles = rows.tiles(tile_rows // pack, split, scoring.window)
     arguments |= {"work": tiles.items, "PACK": pack, "SPLIT": bool(tiles.parts), "INTERPRET": _interpreted()}
     own = "q", "k", "v"
@@ -476,11 +482,12 @@ def _strides(axes: tuple[str, ...], **tensors: torch.Tensor) -> dict[str, int]:
     }
 
 
-def _best_split(rows: Rows, rows_per_tile: int, cost: TileCost, window: int | None) -> int | None:
+def _best_split(
+    rows: Rows, rows_per_tile: int, cost: TileCost, window: int | None, processors: int
+) -> int | None:
     """Return the multiple of keys at which tiles are split, so that the launch ends early; None: nowhere."""
     ranges = rows.tile_ranges(rows_per_tile, window)
-    processors = _resources(rows.device).processors
-    key = "split", rows_per_tile, cost, window
+    key = "split", rows_per_tile, cost, window, processors
     return rows.once(key, lambda: best_split(ranges.begin, ranges.end, cost, processors))
 
 

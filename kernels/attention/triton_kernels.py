@@ -244,6 +244,29 @@ def attend(
             _store(out, place, valid, acc_rest, inverse, V_MAIN, V_SIZE)
 
 
+@triton.jit(do_not_specialize=RUNTIME)
+def attend_dense(
+    q, k, v, tables, positions, work, out, lse, part_out, part_lse,
+    scale, softcap, window, table_stride, heads,
+    q_row: tl.constexpr, q_head: tl.constexpr, k_block: tl.constexpr, k_head: tl.constexpr,
+    v_block: tl.constexpr, v_head: tl.constexpr,
+    K_BLOCK: tl.constexpr, K_TOKEN: tl.constexpr, V_BLOCK: tl.constexpr, V_TOKEN: tl.constexpr,
+    SIZE: tl.constexpr, V_SIZE: tl.constexpr, GROUP: tl.constexpr, PACK: tl.constexpr, PAGE: tl.constexpr,
+    WINDOWED: tl.constexpr, CAPPED: tl.constexpr, VALUES: tl.constexpr, LATENT: tl.constexpr,
+    SPLIT: tl.constexpr, INTERPRET: tl.constexpr, TILE_ROWS: tl.constexpr, TILE_KEYS: tl.constexpr,
+):  # fmt: skip
+    """Compute `attend` with strides known to the compiler, as JAX's arrays have them.
+
+    jax-triton says of no number that it is a multiple of 16, without which addresses take no wide accesses.
+    """
+    attend(
+        q, k, v, tables, positions, work, out, lse, part_out, part_lse,
+        scale, softcap, window, table_stride, q_row, q_head, k_block, k_head, v_block, v_head, heads,
+        K_BLOCK, K_TOKEN, V_BLOCK, V_TOKEN, SIZE, V_SIZE, GROUP, PACK, PAGE,
+        WINDOWED, CAPPED, VALUES, LATENT, SPLIT, INTERPRET, TILE_ROWS, TILE_KEYS,
+    )  # fmt: skip
+
+
 @triton.jit
 def _store(out, place, valid, acc, factor, FIRST: tl.constexpr, V_SIZE: tl.constexpr):
     """Write factor * acc to o at `place`, channels from FIRST on."""

@@ -202,6 +202,7 @@ def test_jax_computes_the_same(out: Path) -> None:
     lines = {line["what"]: line for line in rehearse("with_jax", out)}
     assert lines["pack"]["different_bytes"] == 0
     assert lines["blend_attention"]["off"] < 0.01
+    assert "jax-triton" in lines["blend_attention"]["path"]
 
 
 def test_every_measuring_step_is_rehearsed_here() -> None:

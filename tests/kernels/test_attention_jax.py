@@ -6,7 +6,7 @@ import itertools
 import subprocess
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -35,12 +35,10 @@ from jax_arrays import (
     to_jax,
     to_torch,
 )
-from jax_reference import EMULATED, TRITON_CALL, nvidia
 from run_sizes import nightly
 
 from kvkit.format.rope import Rope
 from kvkit.kernels.attention import jax as attention
-from kvkit.kernels.attention import pallas
 from kvkit.kernels.attention import reference as meaning
 from kvkit.kernels.attention.layer import Requests, RowRotations, Scoring
 from kvkit.kernels.attention.rows import Rows
@@ -48,9 +46,6 @@ from kvkit.kernels.checks import LaunchError
 from kvkit.kernels.pages import jax as kernels
 
 TOLERANCE = {"float32": 2e-5, "float16": 4e-3, "bfloat16": 3e-2}  # of attention to keys of unit variance
-# the two forms of attention: XLA's, which a CPU takes, and a GPU's in Pallas' interpreter
-PALLAS = jax.jit(partial(pallas.blend_attention, interpret=True), static_argnums=4, compiler_options=EMULATED)
-FORMS = {"xla": attention.blend_attention, "pallas": PALLAS}
 
 
 def paged(
@@ -103,7 +98,6 @@ def attention_case(
     dtype: str,
     window: int | None,
     softcap: float | None,
-    form: str = "xla",
     shape: tuple[int, int, int, int, int, int, int, int] = (3, 2, 3, 8, 6, 4, 11, 37),
 ) -> None:
     requests, heads, group, size, v_size, n, per, m = shape
@@ -115,7 +109,7 @@ def attention_case(
     wanted, sums = meaning.blend_attention(q[:rows], k, v, plan, scoring)
     tables = spoil(k, v, tables, lengths)
     request = Requests(*map(int32, (tables, positions, starts, lengths)))
-    o, lse = FORMS[form](*map(to_jax, (q, k, v)), request, scoring)
+    o, lse = attention.blend_attention(*map(to_jax, (q, k, v)), request, scoring)
     assert o.dtype == NUMPY[dtype]
     torch.testing.assert_close(to_torch(o)[:rows], wanted, atol=TOLERANCE[dtype], rtol=TOLERANCE[dtype])
     torch.testing.assert_close(to_torch(lse)[:rows], sums, atol=1e-4, rtol=1e-5)
@@ -126,11 +120,10 @@ def attention_case(
 @contextmanager
 def tiles(rows: int, keys: int) -> Iterator[None]:
     """Small problems of many tiles."""
-    compiled = attention._blend_attention, attention._query_scores, PALLAS
+    compiled = attention._blend_attention, attention._query_scores
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(attention, "ROW_TILE", rows)
         patch.setattr(attention, "KEY_TILE", keys)
-        patch.setattr(pallas, "_tile", lambda *_: (16, 16, 4, 1))
         for function in compiled:
             function.clear_cache()
         yield
@@ -138,33 +131,15 @@ def tiles(rows: int, keys: int) -> Iterator[None]:
         function.clear_cache()
 
 
-@pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("dtype", ["float32", *nightly("float16", "bfloat16")])
 @pytest.mark.parametrize(("window", "softcap"), [(9, 2.0), *nightly((None, None), (1, None))])
-def test_attention(form: str, dtype: str, window: int | None, softcap: float | None) -> None:
+def test_attention(dtype: str, window: int | None, softcap: float | None) -> None:
     """Rows, lengths, positions and tables are data: 12 problems, compiled once."""
     with tiles(8, 12):
         for seed in range(12):
-            attention_case(seed, dtype, window, softcap, form)
+            attention_case(seed, dtype, window, softcap)
 
 
-@pytest.mark.parametrize(
-    "shape",
-    [
-        (2, 1, 5, 8, 6, 32, 3, 37),  # tiles of keys within blocks
-        (2, 1, 34, 16, 16, 4, 9, 9),  # more query heads than a tile has rows, no channels to pad
-        (2, 1, 17, 16, 16, 4, 9, 9),  # and a prime number of them
-    ],
-)
-@pytest.mark.nightly
-@pytest.mark.parametrize("window", [None, 20])
-def test_attention_in_tiles_of_16(shape: Any, window: int | None) -> None:
-    with tiles(8, 12):
-        for seed in range(4):
-            attention_case(seed, "float32", window, None, "pallas", shape)
-
-
-@pytest.mark.parametrize("form", ["xla", *nightly("pallas")])
 @settings(max_examples=4, deadline=None)
 @given(
     requests=st.integers(1, 4),
@@ -178,7 +153,6 @@ def test_attention_in_tiles_of_16(shape: Any, window: int | None) -> None:
     seed=st.integers(0, 2**32),
 )
 def test_attention_of_any_shape(
-    form: str,
     requests: int,
     heads: int,
     group: int,
@@ -189,21 +163,19 @@ def test_attention_of_any_shape(
     m: int,
     seed: int,
 ) -> None:
-    attention_case(seed, "float32", None, None, form, (requests, heads, group, size, v_size, n, per, m))
+    attention_case(seed, "float32", None, None, (requests, heads, group, size, v_size, n, per, m))
 
 
-@pytest.mark.parametrize("form", ["xla", *nightly("pallas")])
-def test_ids_of_64_bits(form: str) -> None:
+def test_ids_of_64_bits() -> None:
     with jax.enable_x64(True):
-        attention_case(0, "float32", 9, 2.0, form)
+        attention_case(0, "float32", 9, 2.0)
         check_scores(0, None, None, True)
 
 
-@pytest.mark.parametrize("form", ["xla", *nightly("pallas")])
-def test_keys_beyond_a_row_do_not_change_it(form: str) -> None:
+def test_keys_beyond_a_row_do_not_change_it() -> None:
     k, v, tables = paged(1, 1, 4, (8, 8), "float32", 6, 0)
     q, positions = torch.randn(3, 2, 8), torch.tensor([0, 5, 11])
-    attend = partial(FORMS[form], to_jax(q))
+    attend = partial(attention.blend_attention, to_jax(q))
     request = Requests(int32(tables), int32(positions), jnp.array([0, 3]), jnp.array([24]))
     before = attend(to_jax(k), to_jax(v), request, Scoring(0.3))
     j = torch.arange(12, 24)
@@ -370,40 +342,24 @@ def test_attention_needs_no_matrix_of_scores() -> None:
         assert compiled.memory_analysis().temp_size_in_bytes < matrix_bytes / 100
 
 
-@pytest.mark.parametrize("form", ["xla", *nightly("pallas")])
-def test_without_values_or_rows(form: str) -> None:
+def test_without_values_or_rows() -> None:
     """Without values, as `query_scores` asks for the logsumexp alone: callers may not."""
     k, v, tables = paged(1, 2, 4, (8, 6), "float32", 6, 0)
     q, jk, jv, scoring = to_jax(torch.randn(3, 4, 8)), to_jax(k), to_jax(v), Scoring(0.3)
     rows = Requests(int32(tables), jnp.array([0, 5, 11]), jnp.array([0, 3]), jnp.array([24]))
-    alone = attention._blend_attention if form == "xla" else PALLAS
-    nothing, lse = alone(q, jk, jv[..., :0], rows, scoring)
+    nothing, lse = attention._blend_attention(q, jk, jv[..., :0], rows, scoring)
     assert nothing.shape == (3, 4, 0)
-    np.testing.assert_array_equal(lse, FORMS[form](q, jk, jv, rows, scoring)[1])
+    np.testing.assert_array_equal(lse, attention.blend_attention(q, jk, jv, rows, scoring)[1])
     none = Requests(rows.tables, rows.positions[:0], jnp.array([0, 0]), rows.lengths)
-    o, lse = FORMS[form](q[:0], jk, jv, none, scoring)
+    o, lse = attention.blend_attention(q[:0], jk, jv, none, scoring)
     assert (o.shape, o.dtype) == ((0, 4, 6), jnp.float32)
     assert (lse.shape, lse.dtype) == ((0, 4), jnp.float32)
 
 
-def test_hostile_tables_and_lengths_read_nothing_outside() -> None:
-    """What they hold beyond the pages is cut off: the same as of the nearest that there is."""
-    k, v, _ = paged(1, 2, 4, (8, 8), "float32", 3, 0)
-    q, positions = to_jax(torch.randn(5, 4, 8)), jnp.arange(5) * 5
-    attend = partial(PALLAS, q, to_jax(k), to_jax(v))
-    starts = jnp.array([0, 5])
-    hostile = Requests(jnp.array([[-2, 2**31 - 1, 1]]), positions, starts, jnp.array([2**31 - 1]))
-    nearest = Requests(jnp.array([[0, len(k) - 1, 1]]), positions, starts, jnp.array([12]))
-    found, wanted = (attend(request, Scoring(0.3)) for request in (hostile, nearest))
-    for x, y in zip(found, wanted, strict=True):
-        np.testing.assert_array_equal(x, y)
-
-
 @pytest.mark.parametrize("platform", ["cuda", "rocm", "tpu"])
 def test_lowers_for(platform: str) -> None:
-    """Every operation has StableHLO for a platform that is not at hand; attention a kernel on NVIDIA's."""
-    kernel = jax.export.DisabledSafetyCheck.custom_call(TRITON_CALL)
-    lower = partial(jax.export.export, platforms=[platform], disabled_checks=[kernel])
+    """Every operation has StableHLO for a platform that is not at hand; attention a kernel on a TPU."""
+    lower = partial(jax.export.export, platforms=[platform])
     rope, group = Rope(tuple(0.1 for _ in range(32))), replace(SMALL, k_size=64, v_size=64, dtype="bfloat16")
     coded = replace(group, precision="fp8")
     pages = [spec((64, 2, 4, 128), "bfloat16")] * 2
@@ -419,28 +375,26 @@ def test_lowers_for(platform: str) -> None:
     for function, arguments, attends in (
         (move, (pages, slots, turns), False),
         (partial(attention.blend_attention, scoring=Scoring(0.125, 77, 30.0)), specs, True),
-        (partial(attention.query_scores, scoring=Scoring(0.125)), specs, True),
+        (partial(attention.query_scores, scoring=Scoring(0.125)), specs, False),
         (
             partial(attention.rope_scatter, deviation=True),
             (q, row, row, given, requests.positions, k, v),
             False,
         ),
     ):
-        with nvidia() if platform == "cuda" else nullcontext():
-            exported = lower(jax.jit(function))(*arguments)
+        exported = lower(jax.jit(function))(*arguments)
         assert exported.platforms == (platform,)
-        assert (TRITON_CALL in exported.mlir_module()) == (attends and platform == "cuda")
+        assert ("tpu_custom_call" in exported.mlir_module()) == (attends and platform == "tpu")
 
 
-def test_one_function_serves_both_platforms() -> None:
-    """Lowered for CUDA it holds the kernel; called here it runs, also under `jax.vmap`."""
+def test_one_function_serves_all_platforms() -> None:
+    """Lowered for a TPU it holds the kernel; called here it runs, also under `jax.vmap`."""
     k, v, tables = paged(1, 2, 4, (8, 8), "float32", 6, 0)
     rows = Requests(int32(tables), jnp.array([0, 5, 11]), jnp.array([0, 3]), jnp.array([24]))
     attend = jax.jit(partial(attention.blend_attention, scoring=Scoring(0.3)))
     q = to_jax(torch.randn(2, 3, 4, 8))
     arguments = q[0], to_jax(k), to_jax(v), rows
-    with nvidia():
-        assert TRITON_CALL in attend.trace(*arguments).lower(lowering_platforms=("cuda",)).as_text()
+    assert "tpu_custom_call" in attend.trace(*arguments).lower(lowering_platforms=("tpu",)).as_text()
     every, _ = jax.vmap(lambda x: attend(x, *arguments[1:]))(q)
     for o, x in zip(every, q, strict=True):
         np.testing.assert_allclose(o, attend(x, *arguments[1:])[0], atol=1e-6)

@@ -15,15 +15,14 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.sharding import SingleDeviceSharding
-from jax_reference import TRITON_CALL, nvidia, problem
 from jax_reference import attention as plain_attention
+from jax_reference import problem
 from repository import SUPPORT
 from run_sizes import nightly
 
 from kvkit.format.layout import LayerGroup, Precision
 from kvkit.format.rope import Rope
 from kvkit.kernels.attention import jax as attention
-from kvkit.kernels.attention import pallas
 from kvkit.kernels.attention.layer import RowRotations, Scoring
 from kvkit.kernels.pages import jax as pages
 
@@ -107,14 +106,12 @@ def test_vmap_over_ids_and_requests() -> None:
     [(Scoring(0.0, 6), "bfloat16"), *nightly((Scoring(0.35), "float32"))],
 )
 def test_attention_is_what_it_means(scoring: Scoring, dtype: str) -> None:
-    """XLA's, and that of the kernel for GPUs in Pallas' interpreter."""
     given = problem(7, requests=3, heads=2, m=29, dtype=dtype)
     wanted = plain_attention(given, scoring)
     tolerance = 2e-5 if dtype == "float32" else 3e-2
-    for form in (attention.blend_attention, partial(pallas.blend_attention, interpret=True)):
-        o, lse = form(*given, scoring=scoring)
-        np.testing.assert_allclose(np.asarray(o, np.float64), wanted[0], atol=tolerance)
-        np.testing.assert_allclose(lse, wanted[1], atol=tolerance)
+    o, lse = attention.blend_attention(*given, scoring=scoring)
+    np.testing.assert_allclose(np.asarray(o, np.float64), wanted[0], atol=tolerance)
+    np.testing.assert_allclose(lse, wanted[1], atol=tolerance)
 
 
 @pytest.mark.parametrize("compiled", [False, True])
@@ -176,22 +173,3 @@ def test_the_jax_half_needs_no_torch() -> None:
         "import kvkit.kernels.pages.jax, kvkit.kernels.attention.jax"
     )
     subprocess.run([sys.executable, "-c", code], check=True)
-
-
-def test_a_jax_without_pallas_in_triton_is_refused() -> None:
-    code = (
-        "import sys; sys.modules['jax.experimental.pallas.triton'] = None;import kvkit.kernels.attention.jax"
-    )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
-    assert f"jax {jax.__version__} has no Pallas kernels in Triton any more: want jax<0.12" in done.stderr
-
-
-def test_the_kernel_for_gpus_is_lowered_without_one() -> None:
-    """Also of several problems at once: one call."""
-    given = problem(0)
-    attend = partial(attention.blend_attention, scoring=Scoring(0.3))
-    several = jax.tree.map(lambda x: jnp.stack([x, x]), given)
-    with nvidia():
-        for function, arguments in ((attend, given), (jax.vmap(attend), several)):
-            lowered = jax.jit(function).trace(*arguments).lower(lowering_platforms=("cuda",))
-            assert lowered.as_text().count(TRITON_CALL) == 1

@@ -79,7 +79,7 @@ ROOM_LINES_AT_MOST = {
     "adapters/huggingface": 1_700,
     "adapters/vllm": 8_900,
     "kernels": 300,
-    "kernels/attention": 3_250,
+    "kernels/attention": 4_200,
     "kernels/pages": 3_300,
     "kernels/tuning": 3_300,
     "kvkit": 2_100,
@@ -94,7 +94,7 @@ ROOM_LINES_AT_MOST = {
     "kvkit/transfer": 3_900,
 }
 """Lines of code by room, blank ones and docstrings included."""
-CORE_LINES_AT_MOST = 48_400
+CORE_LINES_AT_MOST = 49_300
 """Lines of all rooms but the laboratory."""
 KERNELS = re.compile(r"(?:triton\.|numba\.|_)?n?jit\b")
 """What decorates a function that Triton or numba compiles: its parameters are registers and pointers, as are

@@ -10,9 +10,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.sharding import AbstractMesh, AxisType, NamedSharding
+from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
-from jax_reference import H100, TRITON_CALL, nvidia, problem
+from jax_reference import problem
 
 from kvkit.format.layout import LayerGroup, Precision
 from kvkit.format.rope import Rope
@@ -150,18 +150,6 @@ def test_rope_scatter() -> None:
     found, wanted = mapped(*arrays), scatter(True, *arrays)
     np.testing.assert_allclose(found.deviation, wanted.deviation, rtol=1e-6)
     equal(found[:3], wanted[:3])
-
-
-def test_the_kernel_for_gpus() -> None:
-    """Lowered, with one device's heads."""
-    given = problem(6, heads=2, requests=1, m=5)
-    mesh = AbstractMesh((2, 2), ("requests", "heads"), (AxisType.Auto,) * 2, abstract_device=H100)
-    attend = partial(attention.blend_attention, scoring=SCORING)
-    mapped = jax.shard_map(attend, mesh=mesh, in_specs=(HEADS, HEADS, HEADS, P()), out_specs=(HEADS, HEADS))
-    with nvidia():
-        text = jax.jit(mapped).trace(*given).lower(lowering_platforms=("cuda",)).as_text()
-    [call] = [line for line in text.splitlines() if TRITON_CALL in line]
-    assert "tensor<5x3x8xf32>" in call  # 3 of 6 query heads
 
 
 def test_explicit_axes_are_refused_outside_of_shard_map() -> None:

@@ -14,7 +14,6 @@ from numpy.typing import NDArray
 
 from kvkit.kernels.attention.layer import Requests, Scoring
 
-TRITON_CALL = "__gpu$xla.gpu.triton"
 H100 = AbstractDevice("NVIDIA H100 80GB HBM3", None, "cuda")
 
 

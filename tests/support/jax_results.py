@@ -23,7 +23,6 @@ from numpy.typing import NDArray
 from kvkit.format.layout import LayerGroup, Precision
 from kvkit.format.rope import Rope
 from kvkit.kernels.attention import jax as attention
-from kvkit.kernels.attention import pallas
 from kvkit.kernels.attention.layer import RowRotations, Scoring
 from kvkit.kernels.pages import jax as pages
 
@@ -55,13 +54,9 @@ def attentions() -> Iterator[tuple[str, jax.Array]]:
     """Of rows: to be near."""
     for seed, (window, softcap) in enumerate(itertools.product((None, 7), (None, 2.0))):
         scoring, given = Scoring(0.3, window, softcap), problem(seed)
-        for name, form in (
-            ("xla", attention.blend_attention),
-            ("pallas", partial(pallas.blend_attention, interpret=True)),
-        ):
-            o, lse = form(*given, scoring=scoring)
-            yield f"{name} o {window} {softcap}", o
-            yield f"{name} lse {window} {softcap}", lse
+        o, lse = attention.blend_attention(*given, scoring=scoring)
+        yield f"o {window} {softcap}", o
+        yield f"lse {window} {softcap}", lse
         q, k, v, one = problem(seed, requests=1)
         for values in (None, v):
             yield (

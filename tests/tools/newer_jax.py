@@ -1,8 +1,12 @@
 """Run the tests of JAX arrays with another version of JAX, and compare results: `make test-jax`.
 
-python tests/tools/newer_jax.py VERSION. It takes Python 3.12 or later. Where this environment's is older, a
-later release of Debian has one: its packages are unpacked into the user's cache, and run on their own C
-library. Where that cannot be, it says so and passes.
+python tests/tools/newer_jax.py VERSION JAX_TRITON TRITON, versions of JAX, jax-triton and Triton. It takes
+Python 3.12 or later: this environment's, else one of this machine. Where it has none, a later release of
+Debian has: its packages are unpacked into the user's cache, and run on their own C library. Where that cannot
+be, it says so and passes.
+
+No GPU is needed: kernels are lowered for one, for which jax-triton needs a module of JAX's CUDA plugin. The
+plugin is installed without CUDA's libraries.
 """
 
 from __future__ import annotations
@@ -22,8 +26,12 @@ from kvkit.environment import cache_folder
 ROOT = Path(__file__).parent.parent.parent
 RELEASE, PYTHON = "trixie", "python3.13"
 TOOLS = ("pytest", "pytest-benchmark", "pytest-timeout")
-FILES = ("kernels/test_jax_transforms.py", "kernels/test_attention_pallas_tpu.py")
-LIMIT_S = 280.0
+FILES = (
+    "kernels/test_jax_transforms.py",
+    "kernels/test_attention_pallas_tpu.py",
+    "support/jax_triton_program.py",
+)
+LIMIT_S = 900.0
 LAUNCHER = """#!/bin/sh
 here=$(cd "$(dirname "$0")" && pwd)
 libraries=$(echo "$here"/usr/lib/*-linux-gnu*)
@@ -46,6 +54,8 @@ def interpreter() -> Path:
     """
     if sys.version_info >= (3, 12):
         return Path(sys.executable)
+    if found := installed():
+        return found
     folder = cache_folder() / PYTHON
     if not folder.exists():
         draft = folder.with_name(f".{PYTHON}.{os.getpid()}")
@@ -55,6 +65,17 @@ def interpreter() -> Path:
         finally:
             shutil.rmtree(draft, ignore_errors=True)
     return folder / PYTHON
+
+
+def installed() -> Path | None:
+    """A Python that is new enough, on the path or among pyenv's, and runs."""
+    pyenv = Path(os.environ.get("PYENV_ROOT", Path.home() / ".pyenv")) / "versions"
+    for name in (PYTHON, "python3.12"):
+        version = name.removeprefix("python")
+        for path in (shutil.which(name), *sorted(pyenv.glob(f"{version}.*/bin/{name}"))):
+            if path and not subprocess.run([path, "-c", "import ctypes"], capture_output=True).returncode:
+                return Path(path)
+    return None
 
 
 def mirror() -> str:
@@ -110,13 +131,13 @@ def _output(*command: str) -> str:
     return done.stdout
 
 
-def packages(python: Path, version: str) -> Path:
-    """A folder with JAX of a version and pytest, installed if it must be.
+def packages(python: Path, jax: str, jax_triton: str, triton: str) -> Path:
+    """A folder with these versions and pytest, installed if it must be.
 
     Raises:
         subprocess.CalledProcessError: pip failed; it has said why.
     """
-    folder = cache_folder() / f"jax-{version}-{python.name}"
+    folder = cache_folder() / f"jax-{jax}-triton-{jax_triton}-{triton}-{python.name}"
     if not folder.exists():
         draft = folder.with_name(f".{folder.name}.{os.getpid()}")
         pip = find_spec("pip")
@@ -126,32 +147,39 @@ def packages(python: Path, version: str) -> Path:
             (draft / "pip").mkdir(parents=True)
             (draft / "pip" / "pip").symlink_to(pip.submodule_search_locations[0])
             command = [str(python), "-m", "pip", "install", "--quiet", "--no-compile", "--only-binary=:all:"]
-            command += [f"--target={draft / 'site'}", f"jax=={version}", *TOOLS]
-            subprocess.run(command, env=os.environ | {"PYTHONPATH": str(draft / "pip")}, check=True)
+            command += [f"--target={draft / 'site'}"]
+            pins = f"jax=={jax}", f"jax-triton=={jax_triton}", f"triton=={triton}"
+            for wanted in ((*pins, *TOOLS), ("--no-deps", f"jax-cuda13-plugin=={jax}")):
+                subprocess.run(
+                    [*command, *wanted], env=os.environ | {"PYTHONPATH": str(draft / "pip")}, check=True
+                )
             (draft / "site").rename(folder)
         finally:
             shutil.rmtree(draft, ignore_errors=True)
     return folder
 
 
-def main(version: str) -> int:
+def main(jax: str, jax_triton: str, triton: str) -> int:
     """Run the tests that need neither torch nor conftest.py, and compare results with those here."""
     try:
         python = interpreter()
     except Missing as error:
-        print(f"JAX {version} is not tested here: it takes Python 3.12 or later, or {error}")
+        print(f"JAX {jax} is not tested here: it takes Python 3.12 or later, or {error}")
         return 0
-    site = packages(python, version)
+    site = packages(python, jax, jax_triton, triton)
     tests = ROOT / "tests"
-    environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(site), str(ROOT)])}
     run = partial(subprocess.run, cwd=ROOT, check=False, timeout=LIMIT_S)
     command = [str(python), "-m", "pytest", "-q", "--noconftest", "-oaddopts=", "-p", "no:cacheprovider"]
-    status = run([*command, *(tests / name for name in FILES)], env=environment).returncode
     with TemporaryDirectory() as folder:
-        script = tests / "support" / "jax_results.py", Path(folder) / "results.npz"
+        plans, results = Path(folder) / "plans", Path(folder) / "results.npz"
+        run([sys.executable, tests / "support" / "jax_plans.py", plans], check=True)
+        script = tests / "support" / "jax_results.py", results
         run([sys.executable, *script], check=True)
+        paths = {"PYTHONPATH": os.pathsep.join([str(site), str(ROOT)]), "JAX_PLANS": str(plans)}
+        environment = os.environ | paths | {"JAX_PLATFORMS": "cpu"}
+        status = run([*command, *(tests / name for name in FILES)], env=environment).returncode
         return run([python, *script], env=environment).returncode or status
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1]))
+    sys.exit(main(*sys.argv[1:]))
