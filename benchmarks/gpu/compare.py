@@ -14,9 +14,16 @@ import numpy as np
 import torch
 
 from benchmarks.gpu.bench import Bench
+from kvkit.kernels.attention.hopper import available
 from kvkit.kernels.attention.latent import LatentWeights, absorbs, latent_attention
 from kvkit.kernels.attention.layer import Scoring
-from kvkit.kernels.attention.problems import ATTENTIONS, AttentionSpec, Heads, attention_problem
+from kvkit.kernels.attention.problems import (
+    ATTENTIONS,
+    AttentionSpec,
+    Heads,
+    attention_problem,
+    hopper_problem,
+)
 from kvkit.kernels.attention.rows import Rows
 from kvkit.kernels.attention.triton import Split
 from kvkit.kernels.tuning.cases import Case, Problem
@@ -66,7 +73,10 @@ def _all_k_first(launches: Sequence[Runnable]) -> tuple[Runnable, ...]:
 
 
 def tiles_and_splits(bench: Bench) -> None:
-    """Compare tiles of attention, whole, split where the simulation says so, and split at 2048 keys."""
+    """Compare tiles of attention, whole, split where the simulation says so, and split at 2048 keys.
+
+    On a Hopper GPU, the kernel for it comes first, in each of its configurations.
+    """
     factory = attentions if bench.device.type == "cuda" else small_attentions
     _compile(bench, factory)
     for problem in factory():
@@ -88,7 +98,9 @@ def _with_splits(specs: Iterable[AttentionSpec]) -> tuple[Problem, ...]:
 @cache
 def attentions() -> tuple[Problem, ...]:
     """Return the problems of `tiles_and_splits`."""
-    return _with_splits(spec for spec in ATTENTIONS if spec.name in NAMES)
+    specs = [spec for spec in ATTENTIONS if spec.name in NAMES]
+    hopper = [hopper_problem(spec) for spec in specs if spec.on_hopper and available()]
+    return *hopper, *_with_splits(specs)
 
 
 @cache
@@ -120,7 +132,8 @@ def latent_ways(bench: Bench) -> None:
 
 
 def _configs_of(problem: Problem) -> tuple[KernelConfig, ...]:
-    return tuple(config for config in TILES if config in problem.space) or problem.space[:1]
+    """Return those of TILES that a problem has; all of a Hopper kernel's, which has none of them."""
+    return tuple(config for config in TILES if config in problem.space) or problem.space
 
 
 def _compile(bench: Bench, factory: ProblemFactory) -> None:

@@ -16,7 +16,7 @@ from kvkit.kernels.tuning.search import CompileInfo, Roofline, Tools, Trial
 from kvkit.kernels.tuning.tables import tuned_folder
 from kvkit.kernels.tuning.telemetry import UNKNOWN, DeviceState, state_reader
 
-BUDGET_S, PROBLEM_S = 75, 5
+BUDGET_S, PROBLEM_S = 65, 5
 
 
 def run(bench: Bench) -> None:

@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 from kvkit.kernels.attention import checks
 from kvkit.kernels.attention.layer import Requests, Scoring
 from kvkit.kernels.tuning.configs import KernelConfig
+from kvkit.kernels.tuning.planned import COMPILER_OPTIONS
 
 if TYPE_CHECKING:
     from kvkit.kernels.attention.rows import Rows
@@ -129,7 +130,8 @@ def _plan(
 
 def _call(grid: tuple[int, ...], arguments: Mapping[str, Any], config: KernelConfig) -> KernelCall:
     numbers = tuple((name, value) for name, value in arguments.items() if name not in ARRAYS)
-    return KernelCall(grid, numbers + config.tiles, config.warps, config.stages)
+    tiles = tuple(tile for tile in config.tiles if tile[0] not in COMPILER_OPTIONS)
+    return KernelCall(grid, (*dict(numbers + tiles).items(),), config.warps, config.stages)
 
 
 def _padded(work: NDArray[np.int32], spare: tuple[int, ...]) -> NDArray[np.int32]:

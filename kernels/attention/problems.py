@@ -184,7 +184,7 @@ def attention_problem(spec: AttentionSpec) -> Problem:
         if spec.kernel == "weigh":
             keys, channels = spec.length * -(-rows.count // tile_rows) * heads.query_heads, heads.size
         else:
-            pack = triton.packed(group, tile_rows, rows.count)
+            pack = triton.pack_of(config, group, rows.count)
             units = heads.heads * -(-group // pack)
             keys = rows.tiles(tile_rows // pack, window=spec.window).keys * units
         flops = 2 * tile_rows * keys * channels

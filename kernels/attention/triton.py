@@ -83,7 +83,8 @@ of a few on an H100 and an H200."""
 def configs(launch: Launch, target: str | None = None) -> tuple[KernelConfig, ...]:
     """Return the configurations of a launch's kernel for its arguments, the default first.
 
-    TILE_ROWS and TILE_KEYS are the sides of a tile of scores; ROWS is the rows per program of other kernels.
+    TILE_ROWS and TILE_KEYS are the sides of a tile of scores, PACK the query heads of a program if not those
+    of `packed`; maxnreg limits a thread's registers. ROWS is the rows per program of other kernels.
 
     Args:
         launch: launch of one of the kernels here.
@@ -96,7 +97,8 @@ def configs(launch: Launch, target: str | None = None) -> tuple[KernelConfig, ..
         count = len(arguments["q"]) * arguments["GROUP"]
         simple = arguments["VALUES"] and arguments["PAGE"] > 0
         simple = simple and not arguments["WINDOWED"] and not arguments["CAPPED"]
-        return _tile_configs(family, arguments["q"].element_size(), size, count, arguments["LATENT"], simple)
+        sizes = arguments["q"].element_size(), size, count
+        return _tile_configs(family, *sizes, arguments["LATENT"], simple, arguments["GROUP"])
     if name == "weigh":
         return _weigh_configs(family, arguments["q"].element_size(), arguments["SIZE"], len(arguments["q"]))
     return ROW_CONFIGS[name]
@@ -118,7 +120,7 @@ def _family_here() -> Family:
 
 @functools.cache
 def _tile_configs(
-    family: Family, item_bytes: int, size: int, count: int, latent: bool, simple: bool
+    family: Family, item_bytes: int, size: int, count: int, latent: bool, simple: bool, group: int
 ) -> tuple[KernelConfig, ...]:
     """Return the configurations of `attend`; `simple`: V, in pages, with neither a window nor a soft-cap."""
     choices = TILES[family][item_bytes]
@@ -130,7 +132,23 @@ def _tile_configs(
         keys //= 2
     if latent:  # keys are values, too
         rows, keys = (64, 32) if family == "sm_90" and size > 256 else (rows, 2 * keys)
-    return _space(family, (rows, keys, warps), count, (16, 32, 64, 128))
+    space = _space(family, (rows, keys, warps), count, (16, 32, 64, 128))
+    found = {config: dict(config.tiles) for config in space if config.stages == space[0].stages}
+    more = []
+    if family == "sm_90" and item_bytes == 2 and size <= 128:  # so that two programs fit a multiprocessor
+        few = [c for c in found if tiles_of(c) == (128, 32) and c.warps == 8]
+        more += [c._replace(tiles=(*c.tiles, ("maxnreg", 128))) for c in few]
+    wider = triton.next_power_of_2(group)
+    if wider != group:  # a program takes heads that are not there, and divides by a power of two
+        large = [c for c, tiles in found.items() if wider <= tiles["TILE_ROWS"] == tiles_of(space[0])[0]]
+        more += [c._replace(tiles=(*c.tiles, ("PACK", wider))) for c in large]
+    return *space, *more
+
+
+def tiles_of(config: KernelConfig) -> tuple[int, int]:
+    """Return the sides of a configuration's tiles of scores."""
+    tiles = dict(config.tiles)
+    return tiles["TILE_ROWS"], tiles["TILE_KEYS"]
 
 
 @functools.cache
@@ -259,8 +277,8 @@ def plan_attention(
         "LATENT": latent and v.shape[3] == main_channels(k_pages.shape[3]),
     }
     config = config or _best(attend, arguments)
-    tile_rows, tile_keys = (dict(config.tiles)[name] for name in ("TILE_ROWS", "TILE_KEYS"))
-    pack = packed(group, tile_rows, int(np.diff(rows.row_starts).max()))
+    tile_rows, tile_keys = tiles_of(config)
+    pack = pack_of(config, group, int(np.diff(rows.row_starts).max()))
     units = heads * triton.cdiv(group, pack)
     v_size = 0 if v_pages is None else v.shape[3]
     size, resources = k_pages.shape[3], _resources(device or rows.device)
@@ -505,6 +523,11 @@ def _resources(device: torch.device) -> _Resources:
         return _Resources(132, 228 << 10)
     found = torch.cuda.get_device_properties(device)
     return _Resources(found.multi_processor_count, found.shared_memory_per_multiprocessor)
+
+
+def pack_of(config: KernelConfig, group: int, rows: int) -> int:
+    """Return the query heads of a KV head that a program of `attend` takes: PACK, or those of `packed`."""
+    return dict(config.tiles).get("PACK") or packed(group, tiles_of(config)[0], rows)
 
 
 def packed(group: int, tile_rows: int, rows: int) -> int:

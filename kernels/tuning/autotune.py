@@ -15,6 +15,7 @@ import triton
 from kvkit.environment import slug_of
 from kvkit.kernels.tuning.cases import POISON, Case, Problem, Work, different, not_close
 from kvkit.kernels.tuning.configs import KernelConfig, Launch, ProblemBucket, power_of_2
+from kvkit.kernels.tuning.planned import COMPILER_OPTIONS
 from kvkit.kernels.tuning.tables import (
     Tuned,
     TunedKey,
@@ -26,9 +27,6 @@ from kvkit.kernels.tuning.tables import (
     tuned_folder,
     write_table,
 )
-
-OPTIONS = ("num_ctas", "maxnreg")
-"""Options of `triton.Config` that are tiles in a `KernelConfig`: a launch takes either by keyword."""
 
 
 def from_triton(config: Any) -> KernelConfig:
@@ -52,7 +50,7 @@ def from_triton(config: Any) -> KernelConfig:
 def to_triton(config: KernelConfig) -> Any:
     """Return the `triton.Config` of a Triton kernel's configuration."""
     tiles = dict(config.tiles)
-    options = {name: tiles.pop(name) for name in OPTIONS if name in tiles}
+    options = {name: tiles.pop(name) for name in COMPILER_OPTIONS if name in tiles}
     return triton.Config(tiles, num_warps=config.warps, num_stages=config.stages, **options)
 
 

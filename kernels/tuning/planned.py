@@ -13,6 +13,9 @@ from typing import Any
 ALIGNMENT = 16
 """Bytes: Triton compiles another kernel for a tensor whose address is not a multiple of them."""
 
+COMPILER_OPTIONS = ("num_ctas", "maxnreg")
+"""Tiles of a configuration that are no arguments of the kernel: a launch takes them by keyword, too."""
+
 LAUNCHER_VERSIONS = (3, 6), (3, 9)
 """Oldest and newest Triton whose launcher is called as `LaunchPlan.start` does."""
 
@@ -89,7 +92,7 @@ class LaunchPlan:
         if not self._template:
             values = {**self.shared, **dict(self.config.tiles), **dict.fromkeys(self.own)}
             names = self.kernel.arg_names
-            if values.keys() != set(names):  # one has a default, or is an option of the compiler
+            if values.keys() - set(COMPILER_OPTIONS) != set(names):  # one has a default
                 return
             self._positions = [names.index(name) for name in self.own]
             self._template = [values[name] for name in names]

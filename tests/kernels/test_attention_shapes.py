@@ -15,6 +15,7 @@ from kvkit.kernels.attention.api import blend_attention, query_scores, rope_scat
 from kvkit.kernels.attention.layer import RowRotations
 from kvkit.kernels.attention.triton_kernels import main_channels, rest_channels
 from kvkit.kernels.checks import LaunchError
+from kvkit.kernels.tuning.configs import Launch
 
 ROWS = Problem(rows=(((0, 3, 17, 30, 31, 38), 40), ((20,), 21), ((-1, 2, 9), 5)), heads=2, group=3)
 
@@ -57,6 +58,31 @@ def test_groups(change: dict[str, Any], rows: int) -> None:
     """Query heads of a KV head are divided over programs, the last of which may have fewer."""
     (launch,) = check(replace(ROWS, **change), tiles(rows, 16))
     assert launch.arguments["PACK"] <= min(rows, change["group"])
+
+
+@pytest.mark.parametrize(("group", "pack"), [(3, 4), (7, 8), (11, 16), (5, 2)])
+def test_a_configuration_may_name_the_heads_of_a_program(group: int, pack: int) -> None:
+    """More than the group has, or fewer: heads that are not there are left out."""
+    config = tiles(16, 16)
+    config = config._replace(tiles=(*config.tiles, ("PACK", pack)))
+    (launch,) = check(replace(ROWS, heads=2, group=group), config)
+    assert launch.arguments["PACK"] == pack
+
+
+def test_spaces_have_heads_of_programs_and_limits_of_registers() -> None:
+    """A power of two where the group is none; registers of two programs on a Hopper's multiprocessor."""
+    for group, wider in ((7, {8}), (4, set()), (48, {64})):
+        problem = Problem(((tuple(range(256)), 256),), 2, group, 128, v_size=128, dtype=torch.bfloat16)
+        q, k, v = problem.tensors()
+        plan = triton.plan_attention(q, k, v, problem.plan(), problem.scoring)
+        assert plan.attending is not None
+        arguments = {"q": q, "k": k, "v": v, **plan.attending.shared}
+        launch = Launch(triton.attend, (), arguments, plan.attending.config)
+        found = [dict(config.tiles) for config in triton.configs(launch, "sm_90")]
+        assert {tiles["PACK"] for tiles in found if "PACK" in tiles} == wider
+        assert {tiles["maxnreg"] for tiles in found if "maxnreg" in tiles} == {128}
+        others = [dict(config.tiles) for config in triton.configs(launch, "sm_80")]
+        assert not any("maxnreg" in tiles for tiles in others)
 
 
 def test_groups_of_split_tiles() -> None:
