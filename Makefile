@@ -40,6 +40,7 @@ JOBS ?= 2
 SEEDS ?= 100000
 SECONDS ?= 60
 MINUTES ?= 120
+TUNING_MINUTES ?= 0
 # processes enough for the cores: threads of theirs slow one another, above all those that spin
 PYTEST = OMP_NUM_THREADS=1 OMP_WAIT_POLICY=passive $(BIN)/python -m pytest -n $(JOBS) --max-worker-restart=0 --dist loadfile \
 	--no-loadscope-reorder --benchmark-disable
@@ -181,7 +182,7 @@ $(GPU_TRITON)/stamp: | $(VENV)/dev.stamp
 
 gpu-packages: $(OLD_TRITON)/stamp $(GPU_TRITON)/stamp  ## what a GPU machine may lack, for copying: .gpu-packages/
 	$(BIN)/python -m benchmarks.gpu.packages
-	PYTHONPATH=$(OLD_TRITON) $(BIN)/python -m benchmarks.gpu.triton_cache sm_90 $(GPU_TRITON)/triton
+	PYTHONPATH=$(OLD_TRITON) $(BIN)/python -m benchmarks.gpu.triton_cache sm_90 $(GPU_TRITON)/triton $(TUNING_MINUTES)
 
 clean:
 	rm -rf $(VENV) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache paper/build site

@@ -1,7 +1,8 @@
 """A Triton cache for a GPU that is not here: the defaults of all problems and of small ones.
 
-python -m benchmarks.gpu.triton_cache TARGET TRITON: TARGET is a name of `gate.GPUS`, TRITON the folder of the
-other machine's build of Triton, of the version of this environment's, whose key the cache is found by.
+python -m benchmarks.gpu.triton_cache TARGET TRITON [MINUTES]: TARGET is a name of `gpus.GPUS`, TRITON the
+folder of the other machine's build of Triton, of the version of this environment's, whose key the cache is
+found by. With MINUTES, configurations to tune are compiled, too.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from unittest import mock
 import torch
 from triton.runtime import cache
 
+from benchmarks.gpu import carried_space
 from benchmarks.gpu.packages import TRITON_CACHE
 from kvkit.kernels.tuning.cases import Problem
 from kvkit.kernels.tuning.compiling import compile_for
@@ -59,11 +61,15 @@ def fill_cache(folder: Path, problems: Sequence[Problem], target: str, key: str)
     (folder / KEY).write_text(key)
 
 
-def main(target: str, triton: str) -> None:
+def main(target: str, triton: str, minutes: str = "0") -> None:
     """Replace the cache that is carried."""
     shutil.rmtree(TRITON_CACHE, ignore_errors=True)
     TRITON_CACHE.mkdir(parents=True)
-    fill_cache(TRITON_CACHE, (*every_problem(), *SMALL), target, key_of(Path(triton)))
+    key = key_of(Path(triton))
+    fill_cache(TRITON_CACHE, (*every_problem(), *SMALL), target, key)
+    if seconds := 60 * float(minutes):
+        count = carried_space.fill(TRITON_CACHE, every_problem, target, key, seconds)
+        print(f"{count} configurations to tune are compiled")
 
 
 if __name__ == "__main__":

@@ -5,9 +5,14 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
+from functools import partial
 from typing import Any
 
+from benchmarks.gpu import carried_space
 from benchmarks.gpu.bench import Bench
+from benchmarks.gpu.driver import carried_cache
+from benchmarks.gpu.packages import TRITON_CACHE
 from kvkit.kernels.tuning import search
 from kvkit.kernels.tuning.cases import Problem
 from kvkit.kernels.tuning.configs import KernelConfig
@@ -50,8 +55,10 @@ def run(bench: Bench) -> None:
 @contextmanager
 def _tools(bench: Bench) -> Iterator[Tools]:
     if bench.device.type == "cuda":
+        known = carried_space.carried(TRITON_CACHE) if carried_cache()["fits"] else {}
         with tools_here() as tools:
-            yield tools
+            look = partial(carried_space.compile_space, known) if known else tools.compile_space
+            yield replace(tools, compile_space=look)
     else:
         roof, look = Roofline(1e30, 1e30), dict[KernelConfig, CompileInfo]()
         yield Tools(bench.results.gpu, bench.device, lambda *_: look, bench.timer, roof, time.monotonic)

@@ -18,6 +18,7 @@ from kvkit.kernels.tuning.cases import Case, Problem, fill
 from kvkit.kernels.tuning.compiling import (
     CompileError,
     CompilePool,
+    CompileReport,
     ProblemFactory,
     compile_pool,
     survey,
@@ -75,16 +76,22 @@ def compile_space(
     infos: dict[KernelConfig, CompileInfo] = {}
     jobs = [(problem.name, config, target) for config in problem.space]
     for report in survey(pool, factory, jobs, late=late):
-        earlier, compiled = infos.get(report.config, CompileInfo()), report.compiled
-        # the size of shared memory is not part of the code
-        binary = f"{compiled.digest} {compiled.shared_bytes} " if compiled and compiled.digest else ""
-        numbers = earlier.numbers
-        if compiled and report.kernel == problem.kernel.__name__:
-            numbers = {name: value for name, value in asdict(compiled).items() if isinstance(value, int)}
-        is_known = binary and (earlier.binary or report.config not in infos)
-        all_binaries = earlier.binary + binary if is_known else ""
-        infos[report.config] = CompileInfo(earlier.rejection or report.rejection(), all_binaries, numbers)
+        infos[report.config] = with_report(infos.get(report.config), report, problem)
     return infos
+
+
+def with_report(earlier: CompileInfo | None, report: CompileReport, problem: Problem) -> CompileInfo:
+    """Return what is known of a configuration with another of its kernels compiled; None: it is the first."""
+    compiled, known = report.compiled, earlier or CompileInfo()
+    # the size of shared memory is not part of the code
+    binary = f"{compiled.digest} {compiled.shared_bytes} " if compiled and compiled.digest else ""
+    numbers = known.numbers
+    if compiled and report.kernel == problem.kernel.__name__:
+        numbers = {name: value for name, value in asdict(compiled).items() if isinstance(value, int)}
+    is_known = binary and (known.binary or earlier is None)
+    return CompileInfo(
+        known.rejection or report.rejection(), known.binary + binary if is_known else "", numbers
+    )
 
 
 def target_name(device: torch.device) -> str:
