@@ -47,6 +47,13 @@ class TuneChoice:
         ),
     ] = None
 
+    gpus: Annotated[str | None, typer.Option(help="tune on these GPUs of one kind side by side: 0,1,2,3")] = (
+        None
+    )
+    share: Annotated[
+        str | None, typer.Option(help="tune one of equal shares of the problems: 0/4 to 3/4", hidden=True)
+    ] = None
+
     @property
     def host(self) -> bool:
         """True for the CPU."""
@@ -104,6 +111,26 @@ class TuneChoice:
                 )
         chosen = [problem for problem in problems if not self.op or set(self.op) & set(problem.names)]
         return sorted(chosen, key=lambda problem: not problem.work(problem.space[0]).flops)
+
+    def shared(self, problems: list[Problem]) -> list[Problem]:
+        """Return this process's share of problems."""
+        if self.share is None:
+            return problems
+        index, _, count = self.share.partition("/")
+        if not (index.isdecimal() and count.isdecimal() and int(index) < int(count)):
+            sys.exit(f"--share {self.share}: want INDEX/COUNT, such as 0/4")
+        return problems[int(index) :: int(count)]
+
+    def gpu_ids(self) -> list[str]:
+        """Return the GPUs to tune on side by side."""
+        from kvkit.environment import gpu_name
+
+        ids = [word.strip() for word in (self.gpus or "").split(",")]
+        if not all(ids) or len(set(ids)) < len(ids):
+            sys.exit(f"--gpus {self.gpus}: want ids of GPUs with commas between, each once, such as 0,1")
+        if gpu_name() is None or self.device == "host":
+            sys.exit(f"--gpus {self.gpus}: no GPU here, or --device host: the CPU is tuned by one process")
+        return ids
 
     def _other_device(self, op: str, host: bool) -> str:
         """Return a hint if the other device, GPU or host, has such an operation, else ""."""
@@ -218,6 +245,8 @@ def tune(
         extension("kvkit.tune", "target")(
             factory, choice.chosen(factory, False), target, json_path, report.wide
         )
+    elif choice.gpus is not None:
+        _tune_side_by_side(choice, limits, strategy)
     else:
         _tune_here(choice, limits, strategy.factory())
 
@@ -350,6 +379,20 @@ def _show_tuned(name: str, wide: bool) -> None:
     show(shown)
 
 
+def _tune_side_by_side(choice: TuneChoice, limits: TuneLimits, strategy: StrategyChoice) -> None:
+    from kvkit.kernels.tuning.side_by_side import options_of, tune_side_by_side
+    from kvkit.kernels.tuning.tables import TableError, tuned_folder
+
+    strategy.factory()
+    options = options_of(replace(choice, gpus=None), limits, strategy)
+    try:
+        status = tune_side_by_side(choice.gpu_ids(), options, tuned_folder())
+    except (TableError, OSError) as error:
+        sys.exit(str(error))
+    if status:
+        raise typer.Exit(status)
+
+
 def _tune_here(choice: TuneChoice, limits: TuneLimits, strategy: StrategyFactory) -> None:
     from rich.console import Console
 
@@ -362,7 +405,7 @@ def _tune_here(choice: TuneChoice, limits: TuneLimits, strategy: StrategyFactory
 
     host = choice.host
     factory = choice.factory(host)
-    problems = choice.chosen(factory, host)
+    problems = choice.shared(choice.chosen(factory, host))
     if host and limits.budget_s is None:
         limits = replace(limits, budget_s=HOST_BUDGET_S)
     console, count = Console(), Counter[str]()

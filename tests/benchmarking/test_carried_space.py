@@ -1,4 +1,4 @@
-"""Configurations are compiled ahead for tuning on a GPU: nearest first, in little room, with their figures."""
+"""Configurations are compiled ahead for tuning on a GPU: nearest first, in little room, with figures."""
 
 from __future__ import annotations
 
