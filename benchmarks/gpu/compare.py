@@ -25,7 +25,6 @@ from kvkit.kernels.attention.problems import (
     hopper_problem,
 )
 from kvkit.kernels.attention.rows import Rows
-from kvkit.kernels.attention.triton import Split
 from kvkit.kernels.tuning.cases import Case, Problem
 from kvkit.kernels.tuning.compiling import ProblemFactory, compile_pool, survey
 from kvkit.kernels.tuning.configs import KernelConfig, Launch, Runnable
@@ -84,7 +83,8 @@ def tiles_and_splits(bench: Bench) -> None:
             _record(bench, problem.name, problem.make(bench.device, True), config)
 
 
-SPLITS: dict[str, Split] = {"whole": None, "split where it pays": "best", "split at 2048": 2048}
+SPLITS: dict[str, int | None] = {"whole": 0, "split where it pays": None, "split at 2048": 2048}
+"""`AttentionSpec.split` by its name in results."""
 
 
 def _with_splits(specs: Iterable[AttentionSpec]) -> tuple[Problem, ...]:

@@ -101,7 +101,7 @@ class AttentionSpec:
         what: "o": attention; "lse": only its logsumexp; "scores", or "scores x v" with the norms of V.
         window, softcap: as in `blend_attention`.
         gated: as in `Problem`.
-        split: as in `triton.attention`.
+        split: keys at whose multiples tiles are split, 0: nowhere; None: see `schedule`.
     """
 
     name: str
@@ -112,7 +112,7 @@ class AttentionSpec:
     window: int | None = None
     softcap: float | None = None
     gated: bool = True
-    split: triton.Split = "best"
+    split: int | None = None
 
     @property
     def kernel(self) -> str:
@@ -287,7 +287,9 @@ def _attention_case(spec: AttentionSpec, device: torch.device, filled: bool) -> 
         if spec.kernel == "weigh":
             return triton.scores(q, k_pages, scored, rows, scoring, known_lse, mass, config)
         values = (v_pages, out) if spec.what == "o" else (None, None)
-        return triton.attention(q, k_pages, values[0], rows, scoring, values[1], lse, config, spec.split)
+        if config is not None and spec.split is not None:
+            config = triton.with_split(config, spec.split)
+        return triton.attention(q, k_pages, values[0], rows, scoring, values[1], lse, config)
 
     sample = np.unique(np.linspace(0, rows.count - 1, 64).astype(np.int64))
     sample_ids = torch.from_numpy(sample).to(device)

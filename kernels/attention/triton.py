@@ -49,9 +49,6 @@ ROW_CONFIGS = {
 MOST_CHANNELS = {2: 576, 4: 256}
 """Maximum channels of a head, by bytes of a channel: more do not fit a tile."""
 
-Split = int | None | Literal["best"]
-"""Multiple of keys at which tiles of an attention are split; None: nowhere; "best": see `schedule`."""
-
 Family = Literal["sm_80", "sm_90", "sm_100", "gfx942"]
 """Family of a GPU: the target that it is most like."""
 
@@ -203,7 +200,6 @@ def attention(
     out: torch.Tensor | None,
     lse: torch.Tensor,
     config: KernelConfig | None = None,
-    split: Split = "best",
 ) -> tuple[Launch, ...]:
     """Return the launches of `api.blend_attention` into `out` and `lse`, both contiguous; checks nothing.
 
@@ -211,8 +207,8 @@ def attention(
     """
     v = k_pages if v_pages is None else v_pages
     same_address = v_pages is not None and v_pages.data_ptr() == k_pages.data_ptr()
-    key = "attention", config, split, scoring, same_address, v_pages is None, *map(form_of, (q, k_pages, v))
-    plan = rows.once(key, lambda: plan_attention(q, k_pages, v_pages, rows, scoring, config, split))
+    key = "attention", config, scoring, same_address, v_pages is None, *map(form_of, (q, k_pages, v))
+    plan = rows.once(key, lambda: plan_attention(q, k_pages, v_pages, rows, scoring, config))
     return plan.launches(q, k_pages, v_pages, out, lse)
 
 
@@ -258,7 +254,6 @@ def plan_attention(
     rows: Rows,
     scoring: Scoring,
     config: KernelConfig | None = None,
-    split: Split = "best",
     device: torch.device | None = None,
 ) -> AttentionPlan:
     """Plan an attention for tensors of these forms; whether V begins where K does is a part of the form.
@@ -276,7 +271,7 @@ def plan_attention(
         **_score_arguments(q, k_pages, v_pages, rows, scoring),
         "LATENT": latent and v.shape[3] == main_channels(k_pages.shape[3]),
     }
-    config = config or _best(attend, arguments)
+    config, split = _split_of(config or _best(attend, arguments))
     tile_rows, tile_keys = tiles_of(config)
     pack = pack_of(config, group, int(np.diff(rows.row_starts).max()))
     units = heads * triton.cdiv(group, pack)
@@ -523,6 +518,23 @@ def _resources(device: torch.device) -> _Resources:
         return _Resources(132, 228 << 10)
     found = torch.cuda.get_device_properties(device)
     return _Resources(found.multi_processor_count, found.shared_memory_per_multiprocessor)
+
+
+def with_split(config: KernelConfig, keys: int | None) -> KernelConfig:
+    """Return a configuration of `attend` that splits tiles at multiples of `keys`; None: nowhere.
+
+    Without it, `schedule` decides where.
+    """
+    return config._replace(tiles=(*config.tiles, ("SPLIT_KEYS", keys or 0)))
+
+
+def _split_of(config: KernelConfig) -> tuple[KernelConfig, int | Literal["best"] | None]:
+    """Return a configuration as the kernel takes it, and where `with_split` has it split tiles."""
+    tiles = dict(config.tiles)
+    if "SPLIT_KEYS" not in tiles:
+        return config, "best"
+    split = tiles.pop("SPLIT_KEYS")
+    return config._replace(tiles=tuple(tiles.items())), split or None
 
 
 def pack_of(config: KernelConfig, group: int, rows: int) -> int:

@@ -104,16 +104,14 @@ class _Batches:
     shortest: int
     longest: int
 
-    def attention(
-        self, rows: Rows, config: KernelConfig | None, count: int = 0, split: triton.Split = "best"
-    ) -> tuple[Launch, ...]:
+    def attention(self, rows: Rows, config: KernelConfig | None, count: int = 0) -> tuple[Launch, ...]:
         """Plan `triton.attention`; with `count` > 0, for so many rows that share memory: do not run it."""
         layer, v_pages = self.layer, self.layer.v_pages if self.values else None
         q = self._queries(rows.count)
         out = None if v_pages is None else q.new_empty(*q.shape[:2], v_pages.shape[3])
         lse = q.new_empty(q.shape[:2], dtype=torch.float32)
         q = q.expand(count or rows.count, -1, -1)
-        return triton.attention(q, layer.k_pages, v_pages, rows, layer.scoring, out, lse, config, split)
+        return triton.attention(q, layer.k_pages, v_pages, rows, layer.scoring, out, lse, config)
 
     def scores(self, rows: Rows, config: KernelConfig | None, count: int = 0) -> tuple[Launch, ...]:
         """Plan `triton.scores` of rows whose logsumexp is known; `count` as in `attention`."""
@@ -163,12 +161,12 @@ def _attention(batches: _Batches) -> Iterator[Launch]:
         fewest = -(-min(counts) // limits.requests)  # rows of the request with the most
         for count in _pack_counts(group, dict(config.tiles)["TILE_ROWS"], fewest, max(counts)):
             rows = batches.layer.rows(np.zeros(count, np.int64), batches.shortest)
-            yield from batches.attention(rows, config, split=None)
+            yield from batches.attention(rows, triton.with_split(config, None))
             length = dict(config.tiles)["TILE_KEYS"] + 1
             if length <= batches.longest:  # so few keys are hardly ever split, but many are
                 length = max(length, batches.shortest)
                 rows = batches.layer.rows(np.arange(length - count, length).clip(min=0), length)
-                yield from batches.attention(rows, config, split=length - 1)
+                yield from batches.attention(rows, triton.with_split(config, length - 1))
 
 
 def _scores(batches: _Batches) -> Iterator[Launch]:

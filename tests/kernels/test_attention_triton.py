@@ -321,12 +321,19 @@ def launches(dtype: torch.dtype = torch.bfloat16, size: int = 128, count: int = 
     rows, lse = problem.plan(), torch.empty(q.shape[:2])
     turns = RowRotations(Rope((1.0,) * (size // 2)), torch.empty(count, size))
     fresh = torch.empty(count, 2, size, dtype=dtype)
+    (whole, *_) = triton.attention(q, k, v, rows, problem.scoring, torch.empty_like(q), lse)
+    split = triton.with_split(whole.config, 256)
     return [
-        *triton.attention(q, k, v, rows, problem.scoring, torch.empty_like(q), lse),
+        *triton.attention(q, k, v, rows, problem.scoring, torch.empty_like(q), lse, split),
         *triton.scores(q, k, v, rows, problem.scoring, lse, torch.empty(2, 1024)),
         *triton.scatter((q, fresh, fresh), turns, rows.slots, k, v, None, torch.empty_like(q)),
         *triton.deviation(fresh, fresh, torch.empty(count)),
     ]
+
+
+def plain(space: Sequence[KernelConfig]) -> set[KernelConfig]:
+    """Those without what depends on the target."""
+    return {config for config in space if not {"maxnreg", "PACK"} & dict(config.tiles).keys()}
 
 
 def test_every_kernel_has_a_space_and_a_bucket() -> None:
@@ -337,7 +344,7 @@ def test_every_kernel_has_a_space_and_a_bucket() -> None:
         space = triton.configs(launch)
         assert launch.config == space[0]
         for target in GPUS:
-            assert set(triton.configs(launch, target)) == set(space)
+            assert plain(triton.configs(launch, target)) == plain(space)
         assert len(set(space)) == len(space)
         assert triton.bucket(launch).op == launch.kernel.__name__
     wide, narrow = (triton.bucket(launches(size=size)[0]) for size in (128, 64))

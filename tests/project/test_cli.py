@@ -108,14 +108,14 @@ def test_doctor_says_how_to_install_what_is_missing(monkeypatch: pytest.MonkeyPa
 def test_every_extra_that_brings_a_feature_is_told_of() -> None:
     path = ROOT / "pyproject.toml"
     extras = set(tomllib.loads(path.read_text())["project"]["optional-dependencies"])
-    told = {extra for *_, source in doctor.FEATURES for extra in re.findall(r"\[(\w+)\]", source)}
+    told = {extra for *_, source in doctor.FEATURES for extra in re.findall(r"\[([\w-]+)\]", source)}
     assert extras - told == {"dev", "paper", "simulate"}, "matplotlib and typst, and what contributors need"
 
 
 def test_every_source_of_a_feature_is_an_extra_that_exists() -> None:
     extras = metadata(DISTRIBUTION).get_all("Provides-Extra") or []
     for package, _, source in doctor.FEATURES:
-        extra = re.fullmatch(r"\[(\w+)\]", source)
+        extra = re.fullmatch(r"\[([\w-]+)\]", source)
         assert extra is None or extra[1] in extras, package
 
 

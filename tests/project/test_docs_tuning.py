@@ -71,17 +71,19 @@ def test_the_first_commands_of_the_page_on_tuning(tmp_path: Path) -> None:
 
 @pytest.mark.nightly
 def test_the_pages_autotuned_kernel_compiles(tmp_path: Path) -> None:
-    (tmp_path / "scale_kernel.py").write_text(on_page("docs/research/tuning.md", '"""scale_kernel.py'))
-    command = on_page("docs/research/tuning.md", "kvkit tune --problems scale_kernel:problems --target")
+    (tmp_path / "scale_kernel.py").write_text(on_page("docs/research/strategies.md", '"""scale_kernel.py'))
+    command = on_page("docs/research/strategies.md", "kvkit tune --problems scale_kernel:problems --target")
     done = run_shell(command, tmp_path)
     check_printed(
-        "docs/research/tuning.md", "kvkit tune --problems scale_kernel:problems --target", done.stdout
+        "docs/research/strategies.md",
+        "kvkit tune --problems scale_kernel:problems --target",
+        done.stdout,
     )
 
 
 def test_the_pages_autotuned_kernel_is_right(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """For a length that no block divides; on a GPU or in the interpreter."""
-    (tmp_path / "scale_kernel.py").write_text(on_page("docs/research/tuning.md", '"""scale_kernel.py'))
+    (tmp_path / "scale_kernel.py").write_text(on_page("docs/research/strategies.md", '"""scale_kernel.py'))
     monkeypatch.syspath_prepend(tmp_path)
     module = import_module("scale_kernel")
     (problem,) = module.problems()
@@ -108,11 +110,11 @@ def _doubled(given: Any) -> dict[str, torch.Tensor]:
 def test_recorded_trials_are_studied_as_the_page_has_it(tmp_path: Path, start: str) -> None:
     (tmp_path / "benchmarks").symlink_to(ROOT / "benchmarks")
     pages = {
-        "kvkit tune replay": on_page("docs/research/tuning.md", "kvkit tune replay"),
-        "kvkit tune regret": on_page("docs/research/tuning.md", "kvkit tune regret"),
+        "kvkit tune replay": on_page("docs/research/strategies.md", "kvkit tune replay"),
+        "kvkit tune regret": on_page("docs/research/strategies.md", "kvkit tune regret"),
     }
     done = run_shell(pages[start], tmp_path)
-    check_printed("docs/research/tuning.md", start, done.stdout)
+    check_printed("docs/research/strategies.md", start, done.stdout)
 
 
 def test_the_pages_problems_are_right_and_notice_what_is_not(mine: Any) -> None:

@@ -78,25 +78,25 @@ ROOM_LINES_AT_MOST = {
     "adapters/engine": 1_000,
     "adapters/huggingface": 1_700,
     "adapters/vllm": 8_900,
-    "kernels": 300,
-    "kernels/attention": 4_200,
-    "kernels/pages": 3_300,
-    "kernels/tuning": 3_300,
+    "kernels": 320,
+    "kernels/attention": 4_550,
+    "kernels/pages": 3_350,
+    "kernels/tuning": 3_700,
     "kvkit": 2_100,
     "kvkit/blend": 1_500,
     "kvkit/doctor": 600,
     "kvkit/format": 1_900,
     "kvkit/handoff": 5_500,
-    "kvkit/lab": 10_900,
+    "kvkit/lab": 11_000,
     "kvkit/observe": 1_300,
     "kvkit/router": 4_000,
     "kvkit/tiers": 6_400,
     "kvkit/transfer": 3_900,
 }
 """Lines of code by room, blank ones and docstrings included."""
-CORE_LINES_AT_MOST = 49_300
+CORE_LINES_AT_MOST = 50_200
 """Lines of all rooms but the laboratory."""
-KERNELS = re.compile(r"(?:triton\.|numba\.|_)?n?jit\b")
+KERNELS = re.compile(r"(?:triton\.|gluon\.|numba\.|_)?n?jit\b")
 """What decorates a function that Triton or numba compiles: its parameters are registers and pointers, as are
 those of type `jax.Ref` of a function that Pallas compiles."""
 FLOOR = {name: number for number, names in enumerate(FLOORS) for name in names}

@@ -9,13 +9,7 @@ from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
-import triton
-from triton.backends.compiler import GPUTarget
-from triton.compiler import CompiledKernel
-from triton.runtime import driver
-
-HOPPER = GPUTarget("cuda", 90, 32)
-Start = Callable[[CompiledKernel, tuple[Any, ...]], None]
+Start = Callable[[Any, tuple[Any, ...]], None]
 """Stand-in for the start of a kernel: takes it and the arguments of Triton's launcher.
 
 These are the grid's 3 sizes, the stream, the kernel's function and packed metadata, the launch's metadata,
@@ -29,21 +23,23 @@ class RecordingDriver:
 
     Args:
         start: called for each launch; None: launches do nothing.
-        target: GPU to specialise kernels for.
+        target: GPU to specialise kernels for; None: an H100.
         device: current device.
         streams: current stream by device; 0 by default.
         compiled: counts kernels that were compiled.
     """
 
     start: Start | None = None
-    target: GPUTarget = HOPPER
+    target: Any = None
     device: int = 0
     streams: tuple[int, ...] = (0,)
     compiled: int = 0
 
-    def get_current_target(self) -> GPUTarget:
+    def get_current_target(self) -> Any:
         """Return the GPU of all devices."""
-        return self.target
+        from triton.backends.compiler import GPUTarget
+
+        return self.target or GPUTarget("cuda", 90, 32)
 
     def get_current_device(self) -> int:
         """Return the current device."""
@@ -53,8 +49,10 @@ class RecordingDriver:
         """Return the current stream of a device."""
         return self.streams[device]
 
-    def compile(self, src: Any, target: GPUTarget, options: dict[str, Any]) -> CompiledKernel:
+    def compile(self, src: Any, target: Any, options: dict[str, Any]) -> Any:
         """Return a kernel that knows what it was compiled for, with a launcher that calls `start`."""
+        from triton.compiler import CompiledKernel
+
         self.compiled += 1
         kernel = object.__new__(CompiledKernel)
         kernel.src, kernel.name, kernel.hash = src, src.fn.__name__, f"{self.compiled}"
@@ -64,7 +62,7 @@ class RecordingDriver:
         kernel._run = self._launcher(kernel)
         return kernel
 
-    def _launcher(self, kernel: CompiledKernel) -> Callable[..., None]:
+    def _launcher(self, kernel: Any) -> Callable[..., None]:
         def nothing(*_: Any) -> None: ...
 
         if self.start is None:
@@ -85,6 +83,9 @@ class RecordingDriver:
 @contextmanager
 def recorded(stand_in: RecordingDriver) -> Iterator[RecordingDriver]:
     """Make a stand-in Triton's driver and compiler within this context."""
+    import triton
+    from triton.runtime import driver
+
     try:
         previous = driver.active
     except RuntimeError:  # no GPU
