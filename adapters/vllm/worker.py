@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from kvkit.adapters.engine.lookup_request import LookupAnswer, LookupRequest
-from kvkit.adapters.vllm.blending.blender import Blender, LayerPages
+from kvkit.adapters.vllm.blending.blender import Blender
 from kvkit.adapters.vllm.blending.check import open_row_runner
 from kvkit.adapters.vllm.blending.executor import BlendExecutor, DocumentPages
 from kvkit.adapters.vllm.blending.warm_up import warm_up_attention
@@ -103,9 +103,8 @@ class Worker:
         Raises:
             BlendError: prompts of this model, or as the engine runs it, cannot be blended.
         """
-        rows, ropes = open_row_runner(runner)
+        rows, pages, ropes = open_row_runner(runner)
         warm_up_attention(rows)
-        pages = LayerPages(rows)
         document_pages = DocumentPages.of(self._context.groups, pages, ropes)
         document_pages.warm_up(formats_of(self.cache.layout, self.namespaces.current))
         self.add_blending(Blender(rows, pages), document_pages)

@@ -82,7 +82,7 @@ class Rows:
     slots: torch.Tensor
     device_positions: torch.Tensor
     device_tables: torch.Tensor
-    _masks: dict[tuple[int, int, int, int, int | None], torch.Tensor] = field(default_factory=dict)
+    _masks: dict[tuple[int, int, int, int, int | None, int], torch.Tensor] = field(default_factory=dict)
     _cached: dict[Hashable, Any] = field(default_factory=dict)
 
     @property
@@ -174,19 +174,22 @@ class Rows:
         """Return the result of `make`, which is called once per `key` and shared by all layers."""
         return once(self._cached, key, make)
 
-    def mask(self, first: int, after: int, begin: int, end: int, window: int | None) -> torch.Tensor:
-        """Return the mask of an attention on a CPU: float32 [after - first, end - begin], 0 or -inf.
+    def mask(
+        self, first: int, after: int, begin: int, end: int, window: int | None, times: int = 1
+    ) -> torch.Tensor:
+        """Return the mask of an attention on a CPU: float32 [times * rows, keys], 0 or -inf.
 
         Args:
             first, after: first row and row after the last, of one request.
             begin, end: first key and key after the last.
+            times: number of times that all rows are repeated.
         """
-        key = first, after, begin, end, window
+        key = first, after, begin, end, window, times
         mask = self._masks.get(key)
         if mask is None:
             j, p = np.arange(begin, end), self.positions[first:after, None]
             seen = j <= p if window is None else (j <= p) & (j > p - window)
-            mask = torch.zeros(seen.shape).masked_fill_(~torch.from_numpy(seen), -math.inf)
+            mask = torch.zeros(seen.shape).masked_fill_(~torch.from_numpy(seen), -math.inf).repeat(times, 1)
             if sum(other.nbytes for other in self._masks.values()) + mask.nbytes <= MASK_BYTES:
                 self._masks[key] = mask
         return mask

@@ -27,9 +27,11 @@ def attention(
     size, v_size = q.shape[2], v_pages.shape[3]
     out = q.new_zeros(*q.shape[:2], v_size)
     lse = torch.full(q.shape[:2], -math.inf)
-    for tile_rows, _, tile_q, mask, (k, v) in _tiles(q, rows, scoring.window, k_pages, v_pages):
+    for tile_rows, keys, tile_q, mask, (k, v) in _tiles(q, rows, scoring.window, k_pages, v_pages):
         if size == v_size and scoring.softcap is None:
-            o, logsum = _by_torch(tile_q, k, v, scoring.scale, mask)
+            ranges = tile_rows.start, tile_rows.stop, keys.start, keys.stop
+            head_masks = rows.mask(*ranges, scoring.window, tile_q.shape[1])
+            o, logsum = _by_torch(tile_q, k, v, scoring.scale, head_masks)
             logsum = logsum.masked_fill(mask.amax(1) == -math.inf, -math.inf)  # torch returns 0 there
         else:
             o, logsum = _by_products(tile_q, k, v, scoring, mask)
@@ -129,14 +131,17 @@ def _tiles(
 
 
 def _by_torch(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float, mask: torch.Tensor
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float, masks: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Run torch's attention on q [H, group, m, D], k and v [H, n, D], mask [m, n]; return o and lse."""
-    k, v = (x[:, None].expand(-1, q.shape[1], -1, -1) for x in (k, v))
+    """Run torch's attention on q [H, group, m, D], k and v [H, n, D]; return o and lse.
+
+    The query heads of a KV head are taken as rows, so that its keys are read once; `masks` are theirs,
+    [group * m, n].
+    """
     o, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
-        q, k, v, attn_mask=mask[None, None], scale=scale
+        q.flatten(1, 2)[None], k[None], v[None], attn_mask=masks[None, None], scale=scale
     )
-    return o, lse
+    return o[0].unflatten(1, q.shape[1:3]), lse[0].unflatten(1, q.shape[1:3])
 
 
 def _by_products(

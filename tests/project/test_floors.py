@@ -77,7 +77,7 @@ EXCEPTED = {"kvkit/cache.py: Cache": 395}
 ROOM_LINES_AT_MOST = {
     "adapters/engine": 1_000,
     "adapters/huggingface": 1_700,
-    "adapters/vllm": 8_900,
+    "adapters/vllm": 9_200,
     "kernels": 320,
     "kernels/attention": 4_550,
     "kernels/pages": 3_350,
@@ -94,7 +94,7 @@ ROOM_LINES_AT_MOST = {
     "kvkit/transfer": 3_900,
 }
 """Lines of code by room, blank ones and docstrings included."""
-CORE_LINES_AT_MOST = 50_200
+CORE_LINES_AT_MOST = 50_600
 """Lines of all rooms but the laboratory."""
 KERNELS = re.compile(r"(?:triton\.|gluon\.|numba\.|_)?n?jit\b")
 """What decorates a function that Triton or numba compiles: its parameters are registers and pointers, as are

@@ -16,6 +16,9 @@ from vllm.lora.request import LoRARequest
 
 from kvkit.adapters.vllm.blending import check
 from kvkit.adapters.vllm.blending.attention import KvkitAttention, KvkitRows
+from kvkit.adapters.vllm.blending.copied_rows import CopiedRows
+from kvkit.adapters.vllm.blending.cpu_speeds import measure_speeds
+from kvkit.adapters.vllm.blending.layer_pages import LayerPages
 from kvkit.adapters.vllm.blending.page_order import PageOrder, read_tokens
 from kvkit.adapters.vllm.blending.rows import RequestRows, RowRunner
 from kvkit.blend.plan import BlendError
@@ -23,7 +26,7 @@ from kvkit.blend.plan import BlendError
 
 def checked(runner: Any) -> list[list[float] | None]:
     """What the check finds of each layer: [scale, channels, first channel, first and last frequency]."""
-    _, ropes = check.open_row_runner(runner)
+    _, _, ropes = check.open_row_runner(runner)
     return [r and [r.scale, r.channels, r.first, r.inv_freq[0], r.inv_freq[-1]] for r in ropes]
 
 
@@ -177,37 +180,57 @@ def stopped(runner: Any, ids: list[int], layers: int) -> list[list[float]]:
     return [*changed, [float(len(queries)) for queries in seen]]
 
 
-def by_kvkit(runner: Any, prompts: list[list[int]], share: float, scale: float = 1.0) -> list[Any]:
-    """`computed` by kvkit's attention, as on a GPU where vLLM's would take two runs of rows at a time.
+def by_kvkit(
+    runner: Any, prompts: list[list[int]], share: float, scale: float = 1.0, plain: bool = False
+) -> list[Any]:
+    """`computed` by kvkit's attention alone, where vLLM's would take two runs of rows at a time.
 
-    What lies in the CPU's pages is brought into a GPU's order for it, and `scale` falsifies its queries.
+    Args:
+        scale: falsifies its queries.
+        plain: whether as on a GPU, in whose order what lies in the CPU's pages is brought.
 
     Returns:
         what the check says of that attention, then that.
     """
     begin, attend = RowRunner.__init__, KvkitRows.attend
-    orders = [PageOrder.of(layer.module) for layer in RowRunner(runner).layers]
+    pages = LayerPages(RowRunner(runner).layers)
 
     def with_own(rows: RowRunner, runner: Any) -> None:
         begin(rows, runner)
-        rows.kvkit_attention, rows.max_runs = KvkitAttention.of(rows.layers, 1), 2
+        rows.kvkit_attention, rows.max_runs = KvkitAttention.of(pages, 1), 2
 
-    def in_order(own: KvkitRows, layer: int, q: torch.Tensor, pages: torch.Tensor, out: torch.Tensor) -> None:
-        order = orders[layer]
+    def in_order(own: KvkitRows, layer: int, q: torch.Tensor, cache: torch.Tensor, out: torch.Tensor) -> None:
+        order = pages.orders[layer]
         assert order is not None
         heads, tokens, _ = order.k.shape
-        used = pages[: own.rows[own.layers[layer]].last_block + 1]
-        k, v = (x.view(heads, -1, tokens, x.shape[2]).transpose(0, 1) for x in order.read(used))
+        used = range(own.rows[own.layers[layer]].last_block + 1)
+        k, v = (x.view(heads, -1, tokens, x.shape[2]).transpose(0, 1) for x in order.read(cache, used))
         attend(own, layer, q * scale, torch.cat([k, v], -1), out)
 
-    try:
+    attend_copied = CopiedRows.attend
+
+    def scaled(own: CopiedRows, layer: int, q: torch.Tensor, out: torch.Tensor) -> None:
+        attend_copied(own, layer, q * scale, out)
+
+    with ExitStack() as patches:
+        patches.callback(_rows.cache_clear)
         _rows.cache_clear()
-        RowRunner.__init__, KvkitRows.attend = with_own, in_order  # type: ignore[method-assign]
-        fits = check.open_kvkit_attention(RowRunner(runner)) is not None
+        patches.enter_context(patch.object(RowRunner, "__init__", with_own))
+        patches.enter_context(patch.object(CopiedRows, "attend", scaled))
+        if plain:
+            patches.enter_context(patch.object(KvkitRows, "attend", in_order))
+            patches.enter_context(patch.object(LayerPages, "opaque", False))
+        fits = check.open_kvkit_attention(RowRunner(runner), pages) is not None
         return [fits, computed(runner, prompts, share)]
-    finally:
-        RowRunner.__init__, KvkitRows.attend = begin, attend  # type: ignore[method-assign]
-        _rows.cache_clear()
+
+
+def speeds(runner: Any) -> list[Any]:
+    """What is measured of the engine's attention, of kvkit's, and of the copy of a token."""
+    rows = RowRunner(runner)
+    own = KvkitAttention.of(LayerPages(rows.layers), 1)
+    assert own is not None
+    found = measure_speeds(rows, own)
+    return [list(found.engine), found.kvkit, found.copy]
 
 
 def warm_up_stages(runner: Any) -> None:

@@ -25,7 +25,9 @@ from vllm.model_executor.layers.attention.chunked_local_attention import Chunked
 
 from kvkit.adapters.vllm import compat, worker
 from kvkit.adapters.vllm.blending.attention import KvkitAttention, KvkitLayer, RowSizes, scoring, tuned_entry
-from kvkit.adapters.vllm.blending.blender import LayerPages, QuestionAttention
+from kvkit.adapters.vllm.blending.blender import QuestionAttention
+from kvkit.adapters.vllm.blending.cpu_speeds import CpuSpeeds, spread_rows
+from kvkit.adapters.vllm.blending.layer_pages import LayerPages
 from kvkit.adapters.vllm.blending.row_problems import PromptRows, problems, row_problem
 from kvkit.adapters.vllm.blending.rows import AttentionLayer, RequestRows
 from kvkit.adapters.vllm.blending.warm_up import warm_up_attention
@@ -61,6 +63,17 @@ def layer(layout: str = "LBHNC", kernel: int | None = None, table: int = 0, **mo
     pages.copy_(torch.randn(pages.shape, generator=torch.Generator().manual_seed(table)))
     made.kv_cache = pages
     return AttentionLayer(0, "one", made, table, spec.block_size)
+
+
+class PagesAsTheyAre(LayerPages):
+    """Of layers whose pages are not opaque, as on a GPU."""
+
+    def __init__(self, layers: list[AttentionLayer]) -> None:
+        self.layers, self.orders = layers, [None] * len(layers)
+
+
+def attention_of(*layers: AttentionLayer, ranks: int = 1) -> KvkitAttention | None:
+    return KvkitAttention.of(PagesAsTheyAre(list(layers)), ranks)
 
 
 @dataclass(frozen=True)
@@ -115,7 +128,7 @@ def expected(given: AttentionLayer, q: torch.Tensor, softcap: float = 0) -> torc
 def test_rows_see_what_is_before_them_in_vllms_pages(layout: str, kernel: int | None) -> None:
     """Several requests, with a block table for full attention and one for a window; padding stays."""
     full, sliding = layer(layout, kernel), layer(layout, kernel, 1, per_layer_sliding_window=WINDOW)
-    own = KvkitAttention.of([full, sliding], 1)
+    own = attention_of(full, sliding)
     assert own is not None
     plan, q = own.plan_rows([request.rows for request in REQUESTS], CPU), queries()
     for i, given in enumerate((full, sliding)):
@@ -127,7 +140,7 @@ def test_rows_see_what_is_before_them_in_vllms_pages(layout: str, kernel: int | 
 
 def test_a_soft_cap_is_the_layers() -> None:
     capped = layer(logits_soft_cap=1.5)
-    own = KvkitAttention.of([capped], 1)
+    own = attention_of(capped)
     assert own is not None
     q = queries()
     out = torch.empty_like(q)
@@ -139,7 +152,7 @@ def test_a_soft_cap_is_the_layers() -> None:
 def test_the_kernel_reads_vllms_pages_as_they_are(kernel: int | None) -> None:
     """In Triton's interpreter: tokens outermost, K and V side by side, blocks of the kernel's own size."""
     given = layer("LBNHC", kernel)
-    own, q = KvkitAttention.of([given], 1), queries()
+    own, q = attention_of(given), queries()
     assert own is not None
     rows = own.plan_rows([request.rows for request in REQUESTS], CPU).rows[own.layers[0]]
     k, v = given.module.kv_cache.split(SIZE, -1)
@@ -151,7 +164,7 @@ def test_the_kernel_reads_vllms_pages_as_they_are(kernel: int | None) -> None:
 
 def test_a_block_that_is_missed_is_an_error() -> None:
     """A window has left it: nobody looks. Full attention would read another's tokens."""
-    own = KvkitAttention.of([layer(table=1)], 1)
+    own = attention_of(layer(table=1))
     assert own is not None
     with pytest.raises(RowsError, match="block -1"):
         own.plan_rows([REQUESTS[1].rows], CPU)
@@ -180,7 +193,7 @@ def test_what_kvkit_does_not_compute_is_the_engines(
     other = make()
     other.kv_cache = given.module.kv_cache
     with caplog.at_level("INFO"):
-        assert KvkitAttention.of([given, replace(given, module=other)], 1) is None
+        assert attention_of(given, replace(given, module=other)) is None
     assert "engine's attention: model.layers.0.attn: " in caplog.text
     assert reason in caplog.text
 
@@ -228,9 +241,46 @@ def positions(count: int, step: int) -> NDArray[np.int64]:
     return np.arange(count, dtype=np.int64) * step
 
 
+@pytest.mark.parametrize(
+    ("at", "wins"),
+    [
+        (np.arange(960, 1024), False),  # a run of 64: 2 us a row
+        (np.arange(0, 1024, 16), True),  # none of them sees all: 64 * 5 us, against 64 * 3 + 10
+        (np.arange(0, 1024, 256), False),  # 4 rows of one tile
+        (np.array([1023]), False),
+        (np.array([1021, 1023]), True),  # 2 * 10 against 2 * 3 + 10
+        (np.arange(0, 4096, 2), True),  # many tiles
+        (np.arange(4096), False),
+    ],
+)
+def test_a_cpu_chooses_by_what_it_measured(at: NDArray[np.int64], wins: bool) -> None:
+    """It knows what rows see: kvkit's tile has the keys of its last row, the engine's of each run's."""
+    per_pair = 1e-6 / 1024
+    speeds = CpuSpeeds((10 * per_pair, 4 * per_pair, 2 * per_pair), 3 * per_pair, copy=10 * per_pair)
+    rows = RequestRows(np.zeros(len(at), np.int32), at, ([], []))
+    tiles = [at[first : first + 64] for first in range(0, len(at), 64)]
+    own_s = sum(len(tile) * (tile[-1] + 1) for tile in tiles) * 3 * per_pair + (at[-1] + 1) * 10 * per_pair
+    lengths = np.diff(rows.runs)
+    assert len(set(lengths)) == 1
+    engine_s = (at + 1).sum() * {1: 10, 64: 2}.get(int(lengths[0]), 2) * per_pair
+    assert speeds.is_kvkit_faster([rows]) == (own_s < engine_s) == wins
+
+
+@pytest.mark.parametrize(
+    ("count", "length", "context"), [(64, 1, 1024), (64, 8, 1024), (64, 64, 1024), (50, 8, 50)]
+)
+def test_measured_rows_are_spread(count: int, length: int, context: int) -> None:
+    rows = spread_rows(count, length, context, ([],))
+    assert len(rows.positions) == count // length * length
+    assert (np.diff(rows.positions) > 0).all()
+    assert rows.positions[0] >= 0
+    assert rows.positions[-1] == context - 1
+    assert len(rows.runs) - 1 <= count // length
+
+
 def test_what_was_tuned_decides_where_one_rank_runs_the_model(gpu: Path) -> None:
     given = layer()
-    own, several = KvkitAttention.of([given], 1), KvkitAttention.of([given], 2)
+    own, several = attention_of(given), attention_of(given, ranks=2)
     assert own is not None
     assert several is not None
     consecutive, strewn = (RequestRows(np.zeros(64, np.int32), positions(64, s), ([], [])) for s in (1, 2))
@@ -241,13 +291,6 @@ def test_what_was_tuned_decides_where_one_rank_runs_the_model(gpu: Path) -> None
     assert not own.is_faster([strewn], 256)
     assert several.is_faster([strewn], 256), "ranks that chose otherwise would cut rows otherwise"
     assert own.is_faster([strewn], 63), "the engine would run the model twice"
-
-
-class PagesAsTheyAre(LayerPages):
-    """Of layers whose pages are not opaque, as on a GPU."""
-
-    def __init__(self, layers: list[AttentionLayer]) -> None:
-        self.layers, self.orders = layers, [None] * len(layers)
 
 
 @pytest.mark.parametrize(
@@ -319,7 +362,7 @@ def test_a_started_engine_has_the_kernels_of_blends(
 ) -> None:
     """Those of kvkit's attention, where it is used, and of the question's, in all layers' pages."""
     layers = [layer(layout, kernel), layer(layout, kernel, 1, per_layer_sliding_window=WINDOW)]
-    attention = KvkitAttention.of(layers, 1)
+    attention = attention_of(*layers)
     assert attention is not None
     model: Any = SimpleNamespace(
         device=torch.device("cuda", 1),
@@ -357,9 +400,9 @@ def test_an_engine_on_a_cpu_compiles_none(ran: list[Launch]) -> None:
 
 def test_kernels_are_compiled_before_the_first_blend(monkeypatch: pytest.MonkeyPatch) -> None:
     calls, rows = list[Any](), object()
-    monkeypatch.setattr(worker, "open_row_runner", lambda runner: (rows, ()))
+    monkeypatch.setattr(worker, "open_row_runner", lambda runner: (rows, object(), ()))
     monkeypatch.setattr(worker, "warm_up_attention", lambda of: calls.append(("warm up", of)))
-    for name in ("LayerPages", "DocumentPages", "Blender", "formats_of"):
+    for name in ("DocumentPages", "Blender", "formats_of"):
         monkeypatch.setattr(worker, name, MagicMock())
     here = MagicMock(add_blending=lambda *given: calls.append("blend"))
     worker.Worker.open_blending(here, object())

@@ -66,20 +66,29 @@ def test_parts(qwen: Engine) -> None:
     assert found["kv"] < 1e-4
 
 
-def check_kvkits_attention(engine: Engine) -> dict[str, Any]:
+def check_kvkits_attention(engine: Engine, plain: bool = False) -> dict[str, Any]:
     """In the place of vLLM's it computes the same, in one run of the model; what is false is not taken."""
-    ((fits, found),) = ask(engine, "by_kvkit", PROMPTS, 0.3)
+    ((fits, found),) = ask(engine, "by_kvkit", PROMPTS, 0.3, 1.0, plain)
     assert fits
     assert found["sizes"] == [[210, 90]], "two runs of rows would be vLLM's limit"
     assert found["hidden"] < 1e-4
     assert found["kv"] < 1e-4
-    assert ask(engine, "by_kvkit", PROMPTS[1:], 0.3, 1.5)[0][0] is False
+    assert ask(engine, "by_kvkit", PROMPTS[1:], 0.3, 1.5, plain)[0][0] is False
     return found
 
 
-def test_rows_by_kvkits_attention(qwen: Engine) -> None:
-    found = check_kvkits_attention(qwen)
+@pytest.mark.parametrize("plain", [True, False], ids=["as on a GPU", "on a CPU"])
+def test_rows_by_kvkits_attention(qwen: Engine, plain: bool) -> None:
+    found = check_kvkits_attention(qwen, plain)
     assert found["looks"] == [[300] * QWEN.num_hidden_layers]
+
+
+def test_what_attention_takes_on_this_cpu_is_measured(qwen: Engine) -> None:
+    engine, own, copy = ask(qwen, "speeds")[0]
+    assert len(engine) == 3
+    assert min(engine) > 0
+    assert own >= 0
+    assert copy > 0
 
 
 def test_a_run_that_stops(qwen: Engine) -> None:

@@ -51,6 +51,28 @@ def order(name: str, heads: int) -> PageOrder:
     return PageOrder(each[..., :size], each[..., size:])
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("constant", [True, False])
+def test_a_copy_of_opaque_pages(dtype: torch.dtype, constant: bool) -> None:
+    """Of pages in any order, one of them twice, with strides between tokens and channels or without."""
+    heads, size = 2, 6
+    numbers = torch.arange(heads * 2 * BLOCK * size)
+    if constant:  # as without AMX: K is transposed
+        k, v = numbers.view(heads, 2, -1).unbind(1)
+        places = PageOrder(k.view(heads, size, BLOCK).mT, v.view(heads, BLOCK, size))
+    else:
+        k, v = numbers[torch.randperm(len(numbers), generator=torch.manual_seed(0))].chunk(2)
+        places = PageOrder(k.view(heads, BLOCK, size), v.view(heads, BLOCK, size))
+    memory = torch.rand(5, heads + 1, BLOCK, 2 * size, generator=torch.manual_seed(1)).to(dtype)
+    pages, ids = memory[:, 1:], [3, 0, 3]  # other elements lie between pages
+    for found, order in zip(places.read(pages, ids), (places.k, places.v), strict=True):
+        assert found.is_contiguous()
+        for i, page in enumerate(ids):
+            for token in range(BLOCK):
+                expected = pages[page].reshape(-1)[order[:, token]]
+                assert torch.equal(found[:, i * BLOCK + token], expected)
+
+
 def kept(name: str, precision: Precision | None) -> torch.Tensor:
     """The model's KV as it comes back from records."""
     if precision is None:

@@ -1,4 +1,4 @@
-"""kvkit's attention for the rows of blends on a GPU, in place of the engine's where it is faster.
+"""kvkit's attention for the rows of blends, in place of the engine's where it is faster.
 
 The engine takes every run of consecutive rows as a sequence, each sequence reads all KV before it, and a run
 of the model takes at most `max_num_seqs` sequences, so many rows need several runs. kvkit's attention reads a
@@ -6,7 +6,8 @@ tile of keys once for all rows of a tile, and takes any number of rows. It gets 
 attention metadata: one `KvkitRows` per run of the model replaces the metadata of all layers.
 
 A tile of the engine holds rows of one run, a tile of kvkit any rows. Both read all keys before a tile and do
-the same work per tile and key, so the number of tiles predicts which one is faster.
+the same work per tile and key, so on a GPU the number of tiles predicts which one is faster. On a CPU it is
+measured, in `cpu_speeds`.
 """
 
 from __future__ import annotations
@@ -22,6 +23,8 @@ import torch
 from numpy.typing import NDArray
 
 from kvkit.adapters.vllm import compat
+from kvkit.adapters.vllm.blending.copied_rows import CopiedRows
+from kvkit.adapters.vllm.blending.layer_pages import LayerPages
 from kvkit.environment import version_of
 from kvkit.kernels.attention.api import blend_attention
 from kvkit.kernels.attention.layer import Scoring
@@ -161,34 +164,38 @@ class KvkitAttention:
     """kvkit's attention for all layers of a rank's model.
 
     Args:
+        pages: K and V of the layers.
         layers: attention layers, in the order of `RowRunner.layers`.
         head_sizes: group, size and dtype of `RowSizes`, from the first layer.
         prefers: function that returns whether to use kvkit's attention instead of the engine's.
+        prefers_rows: the same for rows on a CPU, in place of `prefers`; None: on a GPU.
     """
 
+    pages: LayerPages
     layers: tuple[KvkitLayer, ...]
     head_sizes: tuple[int, int, str]
     prefers: Callable[[RowSizes], bool]
+    prefers_rows: Callable[[Sequence[RequestRows]], bool] | None = None
 
     @staticmethod
-    def of(layers: Sequence[AttentionLayer], ranks: int) -> KvkitAttention | None:
+    def of(pages: LayerPages, ranks: int) -> KvkitAttention | None:
         """Describe all layers; None if kvkit's attention does not support one, which is logged.
 
         Args:
-            layers: all attention layers of this rank's model.
+            pages: K and V of all attention layers of this rank's model.
             ranks: number of ranks that run the model together. All ranks have to cut rows alike, so several
                 ranks ignore tuned results.
         """
         try:
-            kvkit_layers = tuple(map(KvkitLayer.of, layers))
+            kvkit_layers = tuple(map(KvkitLayer.of, pages.layers))
         except ValueError as error:
             log.info("rows of blends go through the engine's attention: %s", error)
             return None
-        first = layers[0].module
+        first = pages.layers[0].module
         dtype = str(first.dtype).removeprefix("torch.")
         head_sizes = first.num_heads // first.num_kv_heads, first.head_size, dtype
         prefers = RowSizes.is_kvkit_faster if ranks == 1 else attrgetter("is_kvkit_expected_faster")
-        return KvkitAttention(kvkit_layers, head_sizes, prefers)
+        return KvkitAttention(pages, kvkit_layers, head_sizes, prefers)
 
     def is_faster(self, rows: Sequence[RequestRows], max_runs: int) -> bool:
         """Return whether kvkit's attention is expected to be faster for these rows than the engine's.
@@ -200,13 +207,17 @@ class KvkitAttention:
         if runs > max_runs:
             return True
         count = sum(len(request.positions) for request in rows)
+        if self.prefers_rows is not None:
+            return bool(count) and self.prefers_rows(rows)
         context = max(
             (int(request.positions[-1]) + 1 for request in rows if len(request.positions)), default=0
         )
         return bool(count) and self.prefers(RowSizes(count, runs, context, *self.head_sizes))
 
-    def plan_rows(self, rows: Sequence[RequestRows], device: torch.device) -> KvkitRows:
+    def plan_rows(self, rows: Sequence[RequestRows], device: torch.device) -> KvkitRows | CopiedRows:
         """Return the rows of one run of the model, which replace the attention metadata of all layers."""
+        if self.pages.opaque:
+            return CopiedRows.of(self.pages, tuple(layer.scoring for layer in self.layers), rows)
         positions = np.concatenate([request.positions for request in rows])
         starts = np.cumsum([0, *(len(request.positions) for request in rows)])
         lengths = np.array([request.positions[-1] + 1 for request in rows])

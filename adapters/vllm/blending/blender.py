@@ -22,7 +22,7 @@ from vllm.lora.request import LoRARequest
 from kvkit.adapters.engine.lookup_request import TokenIds
 from kvkit.adapters.vllm import compat
 from kvkit.adapters.vllm.blending.attention import scoring
-from kvkit.adapters.vllm.blending.page_order import PageOrder, read_tokens
+from kvkit.adapters.vllm.blending.layer_pages import LayerPages
 from kvkit.adapters.vllm.blending.rows import RequestRows, RowRunner
 from kvkit.adapters.vllm.step import Tables
 from kvkit.blend.methods.method import NeedsQuestion
@@ -30,43 +30,6 @@ from kvkit.blend.plan import BlendPlan, Selection, choose, observed_layers, ques
 from kvkit.blend.run import reduce_heads
 from kvkit.kernels.attention.api import query_scores
 from kvkit.kernels.attention.rows import Rows
-
-
-class LayerPages:
-    """K and V of a rank's layers, in vLLM's pages.
-
-    Args:
-        rows: runner of the model whose `layers` these are.
-
-    Raises:
-        BlendError: the pages hold anything but K and V.
-    """
-
-    def __init__(self, rows: RowRunner) -> None:
-        self.layers = rows.layers
-        known: dict[Any, PageOrder | None] = {}
-        self.orders: list[PageOrder | None] = []
-        for layer in rows.layers:
-            pages = layer.module.kv_cache
-            layout = pages.shape[1:], pages.dtype, layer.module.head_size
-            if layout not in known:
-                known[layout] = PageOrder.of(layer.module)
-            self.orders.append(known[layout])
-
-    def read(
-        self, index: int, blocks: Tables, length: int
-    ) -> tuple[torch.Tensor, torch.Tensor, NDArray[np.int64]]:
-        """Return K and V [B, H, N, D] of layer `index`, and the blocks of a request's first `length` tokens.
-
-        K and V are views of vLLM's pages; opaque pages are copied, into one block.
-        """
-        layer, order = self.layers[index], self.orders[index]
-        table = layer.kernel_blocks(blocks[layer.table])
-        if order is None:
-            k, v = layer.module.kv_cache.split([layer.module.head_size, layer.module.head_size_v], -1)
-            return k, v, table
-        k, v = read_tokens(layer.module, order, table, length)
-        return k[None], v[None], np.zeros(1, np.int64)
 
 
 class QuestionAttention:

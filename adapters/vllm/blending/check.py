@@ -19,7 +19,9 @@ from numpy.typing import NDArray
 
 from kvkit.adapters.vllm import compat
 from kvkit.adapters.vllm.blending.attention import KvkitAttention
-from kvkit.adapters.vllm.blending.page_order import PageOrder, read_tokens, write_tokens
+from kvkit.adapters.vllm.blending.cpu_speeds import measure_speeds
+from kvkit.adapters.vllm.blending.layer_pages import LayerPages
+from kvkit.adapters.vllm.blending.page_order import read_tokens, write_tokens
 from kvkit.adapters.vllm.blending.rows import AttentionLayer, RequestRows, RowRunner
 from kvkit.blend.plan import BlendError
 from kvkit.format.rope import Rope
@@ -38,8 +40,8 @@ _Prefill = tuple[list[torch.Tensor], list[tuple[torch.Tensor, ...]]]
 """Hidden states, and K and V by layer."""
 
 
-def open_row_runner(runner: Any) -> tuple[RowRunner, tuple[Rope | None, ...]]:
-    """Return the row runner of vLLM's model, and the rope of each layer; None: keys are not rotated.
+def open_row_runner(runner: Any) -> tuple[RowRunner, LayerPages, tuple[Rope | None, ...]]:
+    """Return the row runner of vLLM's model, its pages, and each layer's rope; None: keys are not rotated.
 
     Call it when the engine starts, before any request has blocks. Mutates some blocks.
 
@@ -52,10 +54,11 @@ def open_row_runner(runner: Any) -> tuple[RowRunner, tuple[Rope | None, ...]]:
         refuse_unsupported(runner)
     rows = RowRunner(runner)
     with _errors_on_all_ranks():
-        ropes = check_rows(rows)
-    if rows.device.type != "cpu":  # a CPU has opaque pages
-        rows.kvkit_attention = open_kvkit_attention(rows)
-    return rows, ropes
+        pages = LayerPages(rows.layers)
+    with _errors_on_all_ranks():
+        ropes = check_rows(rows, pages)
+    rows.kvkit_attention = open_kvkit_attention(rows, pages)
+    return rows, pages, ropes
 
 
 @contextmanager
@@ -106,7 +109,7 @@ def refuse_unsupported(runner: Any) -> None:
         raise BlendError(f"{type(runner.get_model()).__name__} cannot be blended: {'; '.join(reasons)}")
 
 
-def check_rows(rows: RowRunner) -> tuple[Rope | None, ...]:
+def check_rows(rows: RowRunner, pages: LayerPages) -> tuple[Rope | None, ...]:
     """Compare rows with a prefill of the same tokens, and return the rope of each of `rows.layers`.
 
     Mutates a block of every KV cache group.
@@ -115,8 +118,7 @@ def check_rows(rows: RowRunner) -> tuple[Rope | None, ...]:
         BlendError: rows differ from a prefill, or no known rope rotates a layer's keys. Names the layer and
             the difference.
     """
-    with _errors_on_all_ranks():
-        probe = _Probe(rows)
+    probe = _Probe(rows, pages)
     largest = probe.difference_with_gaps(probe.prefill())
     far = min(_FAR_POSITION, rows.config.model_config.max_model_len - 1)
     keys_at = {position: probe.keys_at(position) for position in (0, 1, far)}
@@ -134,15 +136,17 @@ def check_rows(rows: RowRunner) -> tuple[Rope | None, ...]:
     )
 
 
-def open_kvkit_attention(rows: RowRunner) -> KvkitAttention | None:
+def open_kvkit_attention(rows: RowRunner, pages: LayerPages) -> KvkitAttention | None:
     """Return kvkit's attention if it equals vLLM's on all ranks, otherwise None. A difference is logged.
+
+    On a CPU it is chosen by speeds that are measured here.
 
     Mutates a block of every KV cache group.
     """
     names = {n for groups in rows.runner.attn_groups for group in groups for n in group.layer_names}
     ranks = compat.find("get_world_group")()
-    attention = KvkitAttention.of(rows.layers, ranks.world_size) if len(names) == len(rows.layers) else None
-    probe = _Probe(rows)
+    attention = KvkitAttention.of(pages, ranks.world_size) if len(names) == len(rows.layers) else None
+    probe = _Probe(rows, pages)
     expected = probe.prefill()
     rows.kvkit_attention = attention and replace(attention, prefers=lambda sizes: True)
     largest = probe.difference_with_gaps(expected)  # also without kvkit's attention: other ranks run it
@@ -153,7 +157,11 @@ def open_kvkit_attention(rows: RowRunner) -> KvkitAttention | None:
     accepted = torch.tensor(attention is not None and is_equal).int()
     if ranks.world_size > 1:
         torch.distributed.all_reduce(accepted, torch.distributed.ReduceOp.MIN, group=ranks.cpu_group)
-    return attention if accepted else None
+    if attention is None or not accepted:
+        return None
+    if not pages.opaque:
+        return attention
+    return replace(attention, prefers_rows=measure_speeds(rows, attention).is_kvkit_faster)
 
 
 class _Probe:
@@ -161,13 +169,14 @@ class _Probe:
 
     Args:
         rows: runner of the model.
+        pages: K and V of its layers.
     """
 
-    def __init__(self, rows: RowRunner) -> None:
+    def __init__(self, rows: RowRunner, pages: LayerPages) -> None:
         self._rows = rows
         groups = 1 + max(layer.table for layer in rows.layers)
         self._blocks = tuple([1 + group] for group in range(groups))
-        self._orders = [PageOrder.of(layer.module) for layer in rows.layers]
+        self._orders = pages.orders
         vocabulary = rows.config.model_config.get_vocab_size()
         self._ids = np.arange(1, 1 + _TOKENS, dtype=np.int32) * 7919 % vocabulary
         self._positions = np.arange(_TOKENS, dtype=np.int64)

@@ -20,7 +20,8 @@ from numpy.typing import NDArray
 
 from kvkit.adapters.engine.loads import NOTHING, PromptLoad, result_of
 from kvkit.adapters.engine.lookups import Lookups
-from kvkit.adapters.vllm.blending.blender import BlendedPrompt, Blender, LayerPages
+from kvkit.adapters.vllm.blending.blender import BlendedPrompt, Blender
+from kvkit.adapters.vllm.blending.layer_pages import LayerPages
 from kvkit.adapters.vllm.blending.page_order import PageOrder
 from kvkit.adapters.vllm.blending.rows import lora_request
 from kvkit.adapters.vllm.capability import Capability, FinishedRequests, WorkerContext

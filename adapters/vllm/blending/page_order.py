@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -20,9 +21,10 @@ from kvkit.settings import ConfigError
 
 NULL_BLOCK = 0
 """vLLM's block that belongs to no request; nobody reads its content."""
+_BITS = {2: torch.int16, 4: torch.int32}
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@dataclass(frozen=True, eq=False)
 class PageOrder:
     """Offsets of the elements of each head and token in a page on a CPU. Make it with `PageOrder.of`.
 
@@ -72,22 +74,47 @@ class PageOrder:
         start = torch.minimum(k.min(), v.min())
         return PageOrder(k - start, v - start)
 
-    def read(self, pages: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Copy K and V [H, B * N, D] from pages [B, ...]."""
-        flat = pages.reshape(len(pages), -1)
-        k, v = (_elements(flat, order).transpose(0, 1).flatten(1, 2) for order in (self.k, self.v))
-        return k, v
+    def read(
+        self, pages: torch.Tensor, blocks: NDArray[np.int64] | Sequence[int]
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Copy K and V, contiguous [H, len(blocks) * N, D], out of some of the pages [B, ...]."""
+        ids = np.asarray(blocks).tolist()
+        k_steps, v_steps = self._steps
+        return _copy(pages, ids, self.k, k_steps), _copy(pages, ids, self.v, v_steps)
+
+    @cached_property
+    def _steps(self) -> tuple[_Steps | None, _Steps | None]:
+        """Strides of K and of V in a page."""
+        return _steps(self.k), _steps(self.v)
 
 
-def _elements(pages: torch.Tensor, order: torch.Tensor) -> torch.Tensor:
-    """Return the elements [B, H, N, D] of pages [B, elements], as a view if `order` has constant strides."""
+_Steps = tuple[int, int, int]
+
+
+def _steps(order: torch.Tensor) -> _Steps | None:
+    """Return the strides of elements [H, N, D] at `order`; None: the order has no constant strides."""
     first, axes = int(order[0, 0, 0]), [torch.arange(size) for size in order.shape]
     steps = [int(order.select(axis, min(1, len(ids) - 1))[0, 0]) - first for axis, ids in enumerate(axes)]
     h, n, d = (ids * step for ids, step in zip(axes, steps, strict=True))
-    if torch.equal(order, first + h[:, None, None] + n[:, None] + d):
-        strides = pages.stride(0), *steps
-        return pages.as_strided((len(pages), *order.shape), strides, pages.storage_offset() + first)
-    return pages[:, order]
+    same = torch.equal(order, first + h[:, None, None] + n[:, None] + d)
+    return (steps[0], steps[1], steps[2]) if same else None
+
+
+def _copy(pages: torch.Tensor, ids: list[int], order: torch.Tensor, steps: _Steps | None) -> torch.Tensor:
+    """Copy the elements [H, len(ids) * N, D] at `order`, a page at a time: torch's indexing takes longer."""
+    heads, tokens, size = order.shape
+    out = pages.new_empty(heads, len(ids), tokens, size)
+    places = order.reshape(-1).numpy()
+    for i, page in enumerate(ids):
+        flat = pages[page].reshape(-1)
+        if steps is not None:
+            start = flat.storage_offset() + int(places[0])
+            out[:, i] = flat.as_strided(order.shape, steps, start)
+        else:  # numpy takes elements faster than torch, but knows no bfloat16
+            bits = _BITS[flat.element_size()]
+            taken = torch.from_numpy(flat.view(bits).numpy().take(places))
+            out[:, i] = taken.view(flat.dtype).view(order.shape)
+    return out.flatten(1, 2)
 
 
 def read_tokens(
@@ -101,11 +128,11 @@ def read_tokens(
         blocks: the kernel's blocks, [ceil(T / N)] or more.
     """
     pages = module.kv_cache
-    used = torch.from_numpy(np.asarray(blocks[: -(-length // pages.shape[2])], np.int64)).to(pages.device)
+    used = np.asarray(blocks[: -(-length // pages.shape[2])], np.int64)
     if order is not None:
-        k, v = order.read(pages[used])
+        k, v = order.read(pages, used)
     else:
-        kv = pages[used].transpose(0, 1).flatten(1, 2)
+        kv = pages[torch.from_numpy(used).to(pages.device)].transpose(0, 1).flatten(1, 2)
         k, v = kv[..., : module.head_size], kv[..., module.head_size :]
     return k[:, :length], v[:, :length]
 

@@ -249,6 +249,19 @@ class RowRunner:
                 return list(output[back].split([len(request.ids) for request in rows]))
         return []
 
+    def engine_attention(
+        self, index: int, rows: Sequence[RequestRows]
+    ) -> Callable[[torch.Tensor, torch.Tensor], object]:
+        """Return vLLM's attention of rows in layer `index`, for K and V that are in the pages.
+
+        It takes queries and an output, [M, Hq, D], the shortest runs first.
+        """
+        metadata, _ = self._metadata(rows, _Sequences.of(rows, by_length=True), None)
+        layer = self.layers[index]
+        return lambda q, out: layer.module.impl.forward(
+            layer.module, q, None, None, layer.module.kv_cache, metadata[layer.name], out
+        )
+
     def _kvkit_attention_for(self, rows: Sequence[RequestRows]) -> RowAttention | None:
         """Return kvkit's attention if it is faster for these rows; None: the engine's is used."""
         attention = self.kvkit_attention
