@@ -16,6 +16,7 @@ from kvkit.handoff.prompt import tail_of
 from kvkit.handoff.protocol.messages import HANDOFF
 from kvkit.handoff.protocol.states import Phase
 from kvkit.handoff.receiver import Receiver
+from kvkit.transfer.lookup import look_up_in_memory
 from kvkit.transfer.policy import RequestPolicy
 from kvkit.transfer.sequence import Chunks, Hit
 from kvkit.workers import Transfer
@@ -106,27 +107,24 @@ class Lookups:
             self._look_up(lookup)
 
     def lookup_inline(self, lookup: LookupRequest) -> LookupAnswer | None:
-        """Answer at once if the lookup's transfer has arrived and all tiers to look up in are in memory.
+        """Answer at once if its transfer (if any) has arrived, and host memory holds all of the prompt.
+
+        Of a part, saves may be in flight, and other tiers may hold more.
 
         Returns:
             None if it cannot be answered at once: then nothing has changed, and the caller calls
             `begin_lookup`.
         """
-        cache, namespace = self.cache, self.namespace_of(lookup.sequence)
-        status = None if self.receiver is None else self.receiver.status(lookup.transfer)
-        if namespace is None or status is None or status.phase is not Phase.COMMITTED or lookup.documents:
+        namespace = self.namespace_of(lookup.sequence)
+        if namespace is None or lookup.documents or (lookup.transfer and not self._has_arrived(lookup)):
             return None
-        if lookup.policy.load_from or not all(cache.tiers[n].in_memory for n in cache.policy.retrieve_from):
+        chunks = self.cache.chunks(lookup.sequence.tokens, namespace, _lookup_policy(lookup))
+        first = lookup.computed // namespace.chunk_tokens
+        hit = look_up_in_memory(self.cache.tier_set, chunks, first, self.tokens_per_s())
+        if hit is None:
             return None
         self.cancel_lookup(lookup.request_id)
         self._request_of(lookup.request_id).received = lookup.transfer
-        hit = cache.lookup(
-            lookup.sequence.tokens,
-            namespace,
-            first=lookup.computed // namespace.chunk_tokens,
-            prefill_tokens_per_s=self.tokens_per_s(),
-            policy=_lookup_policy(lookup),
-        )
         self._answer(lookup, hit)
         return self._answered.pop()
 
@@ -241,6 +239,11 @@ class Lookups:
     def _drop_if_over(self, request_id: str) -> None:
         if self._requests[request_id].is_over:
             del self._requests[request_id]
+
+    def _has_arrived(self, lookup: LookupRequest) -> bool:
+        """Return whether the transfer of a lookup has arrived."""
+        status = None if self.receiver is None else self.receiver.status(lookup.transfer)
+        return status is not None and status.phase is Phase.COMMITTED
 
     def _look_up(self, lookup: LookupRequest) -> None:
         """Start the lookups of a prompt and its documents."""

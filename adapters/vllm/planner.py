@@ -97,7 +97,7 @@ class EngineView(Protocol):
         """Return a request's policy."""
 
     def lookup_inline(self, lookup: LookupRequest) -> LookupAnswer | None:
-        """Answer a handoff's lookup at once; return None if only the workers can answer it."""
+        """Answer a lookup at once; return None if only the workers can answer it."""
 
     def expect_chunks(self, request: Any, first: int, stop: int) -> None:
         """Note that chunks [first, stop) of a request were found or will be saved."""

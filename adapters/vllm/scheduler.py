@@ -92,7 +92,7 @@ class Scheduler:
         blend, limits = self._blend_of(state), lookup_limits(self.config, state, computed)
         if not self._may_load(state, blend, limits.load):
             return 0, False
-        inline = blend is None and state.remote_prefill is not None and not self.has_pending_reset
+        inline = blend is None and not self.has_pending_reset
         lookup = self._loads.find(state, limits.lookup, blend, inline)
         if lookup is None:
             return 0 if state.no_external_kv else None, False

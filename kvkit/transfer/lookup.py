@@ -90,7 +90,40 @@ def look_up(
     sought: Sequence[str] | None,
 ) -> Hit:
     """Look up chunks for a load, and count the lookup. Arguments as in `kvkit.cache.Cache.lookup`."""
-    plan = found = find_with_pending(tiers, chunks, wait_s, sought)
+    found = find_with_pending(tiers, chunks, wait_s, sought)
+    return _counted_hit(tiers, chunks, found, first, prefill_tokens_per_s, sought)
+
+
+def look_up_in_memory(
+    tiers: TierSet, chunks: Chunks, first: int, prefill_tokens_per_s: float | None
+) -> Hit | None:
+    """Look up chunks for a load in host memory alone, without a wait; None if it does not hold all of them.
+
+    None counts as no lookup. Arguments as in `kvkit.cache.Cache.lookup`, but that the limit of the chunks'
+    policy on tokens is not applied.
+    """
+    sought = [n for n in for_request(tiers.policy, chunks.policy).retrieve_from if tiers.tiers[n].in_memory]
+    last = chunks.records(len(chunks) - 1, len(chunks)) if len(chunks) else []
+    # asked first, as it is no use that eviction would count
+    if not last or not any(tiers.tiers[name].size(last[0]) for name in sought):
+        return None
+    found = find(tiers, chunks, RetrievePlan(len(chunks)), sought=sought)
+    found = with_states(tiers, chunks, found, 0.0, sought)
+    if not found.complete:
+        return None
+    return _counted_hit(tiers, chunks, found, first, prefill_tokens_per_s, sought)
+
+
+def _counted_hit(
+    tiers: TierSet,
+    chunks: Chunks,
+    found: RetrievePlan,
+    first: int,
+    prefill_tokens_per_s: float | None,
+    sought: Sequence[str] | None,
+) -> Hit:
+    """Return what is to be loaded of what was found, and count the lookup."""
+    plan = found
     declined: Counter[str] = Counter()
     if prefill_tokens_per_s is not None:
         compute_s = chunks.chunk_tokens / prefill_tokens_per_s

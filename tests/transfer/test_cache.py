@@ -9,6 +9,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import numpy as np
+import numpy.typing as npt
 import pytest
 import torch
 from hypothesis import given
@@ -29,7 +30,9 @@ from kvkit.tiers.settings import TierConfig
 from kvkit.tiers.testing.contract import DEADLINE_S
 from kvkit.tiers.testing.faulty import Fault, FaultyTier, Wrapper
 from kvkit.transfer import clearing
-from kvkit.transfer.policy import Policy, PolicyError
+from kvkit.transfer.lookup import look_up_in_memory
+from kvkit.transfer.policy import DEFAULT_REQUEST_POLICY, Policy, PolicyError, RequestPolicy
+from kvkit.transfer.sequence import Hit
 
 
 @pytest.mark.parametrize("groups", [1, 3])
@@ -46,6 +49,37 @@ def test_store_lookup_load_round_trip(tmp_path: Path, groups: int) -> None:
         assert loaded.tokens == 40
         engine.assert_loaded(tokens, table, 5)
         cache.check_integrity()
+
+
+@pytest.mark.parametrize("groups", [1, 3])
+def test_what_memory_holds_whole_is_known_at_once(tmp_path: Path, groups: int) -> None:
+    """And nothing else: of a part other tiers may hold more. What is not known counts as no lookup."""
+    engine, tokens = make_engine(groups), sequence(8 * 4)
+    longer = np.concatenate([tokens, sequence(8, seed=1)])
+    with open_cache(engine, tmp_path, slots=12 * groups, memory_slots=4 * groups) as cache:
+
+        def in_memory(
+            asked: npt.NDArray[np.int32], policy: RequestPolicy = DEFAULT_REQUEST_POLICY
+        ) -> Hit | None:
+            return look_up_in_memory(cache.tier_set, cache.chunks(asked, policy=policy), 0, None)
+
+        assert in_memory(tokens) is None
+        store(cache, engine, tokens)
+        hit = in_memory(tokens)
+        assert hit is not None
+        assert hit.plan == cache.lookup(tokens).plan
+        assert hit.by_tier == {"memory": 32}
+        before = cache.counts()
+        assert in_memory(longer) is None
+        assert in_memory(tokens[:7]) is None, "no whole chunk"
+        assert in_memory(tokens, RequestPolicy(load_from=("disk",))) is None
+        assert cache.counts() == before
+        table = engine.table(32)
+        assert cache.load(hit, engine.places(table)).tokens == 32
+        engine.assert_loaded(tokens, table, 4)
+        cache.tiers["memory"].delete(hit.chunks.records(0, 1))
+        assert in_memory(tokens) is None, "its first chunk is on disk alone"
+        assert cache.lookup(tokens).by_tier == {"disk": 32}
 
 
 @pytest.mark.parametrize("hash_name", ["xxh3_128", "sha256", "blake3"])
