@@ -49,7 +49,7 @@ PYTEST = OMP_NUM_THREADS=1 OMP_WAIT_POLICY=passive $(BIN)/python -m pytest -n $(
 unexport PYTHONDONTWRITEBYTECODE
 
 .PHONY: demo setup browser test tests quick nightly outdated test-vllm-next test-vllm-versions test-nfs test-triton test-jax mutants bench bench-check results check docs paper gpu gpu-tests \
-	gpu-packages simulate simulate-mutants histories soak clean
+	gpu-packages gpu-vllm gpu-vllm-packages simulate simulate-mutants histories soak clean
 
 $(VENV)/demo.stamp: pyproject.toml $(PINS)
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
@@ -175,6 +175,9 @@ gpu:  ## what a GPU is asked in its first nine minutes, with the Python at hand;
 gpu-tests:  ## then tests and benchmarks there, in nine minutes more
 	OUT=$(OUT) $(PYTHON) -m benchmarks.gpu tests
 
+gpu-vllm:  ## vLLM from its Python files there, with kvkit, in seven minutes
+	OUT=$(OUT) $(PYTHON) -m benchmarks.gpu vllm
+
 $(GPU_TRITON)/stamp: | $(VENV)/dev.stamp
 	$(PIP) --no-deps --upgrade --target $(@D) --only-binary=:all: \
 		--python-version 3.12 --platform manylinux_2_28_x86_64 triton==$(TRITON)
@@ -183,6 +186,10 @@ $(GPU_TRITON)/stamp: | $(VENV)/dev.stamp
 gpu-packages: $(OLD_TRITON)/stamp $(GPU_TRITON)/stamp  ## what a GPU machine may lack, for copying: .gpu-packages/
 	$(BIN)/python -m benchmarks.gpu.packages
 	PYTHONPATH=$(OLD_TRITON) $(BIN)/python -m benchmarks.gpu.triton_cache sm_90 $(GPU_TRITON)/triton $(TUNING_MINUTES)
+
+gpu-vllm-packages: $(VENV)/dev.stamp  ## the same for `make gpu-vllm`, with vLLM's Python files, 60 MB
+	$(BIN)/python -m benchmarks.gpu.packages
+	$(BIN)/python -m benchmarks.gpu.vllm_files
 
 clean:
 	rm -rf $(VENV) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache paper/build site

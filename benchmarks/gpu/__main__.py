@@ -1,8 +1,8 @@
 """`make gpu`: what a GPU is asked in its first nine minutes, each step in a process of its own.
 
-python -m benchmarks.gpu [tests]: the steps of `STEPS`, or those of `TESTS`. Under $OUT, or .gpu/, they leave
-results.jsonl, which every result is appended to at once, steps.log and tuned/<gpu>.json. What is missing
-is named, and nothing is begun.
+python -m benchmarks.gpu [tests | vllm]: the steps of `STEPS`, of `TESTS` or of `VLLM`. Under $OUT, or .gpu/,
+they leave results.jsonl, which every result is appended to at once, steps.log and tuned/<gpu>.json. What is
+missing is named, and nothing is begun.
 """
 
 from __future__ import annotations
@@ -66,6 +66,8 @@ TESTS = (
     Step("benchmarks", (sys.executable, "-m", "benchmarks.report.run", "benchmarks/gpu/bench_gpu.py"), 130),
 )
 """`make gpu-tests`."""
+VLLM = (measuring("vllm_engine", 400),)
+"""`make gpu-vllm`."""
 
 
 def main() -> int:
@@ -86,7 +88,8 @@ def main() -> int:
         print("no GPU here")
         return 2
     out = Path(os.environ.get("OUT") or ROOT / ".gpu").absolute()
-    return run(TESTS if sys.argv[1:] == ["tests"] else STEPS, out, environment(out))
+    steps = {"tests": TESTS, "vllm": VLLM}.get(" ".join(sys.argv[1:]), STEPS)
+    return run(steps, out, environment(out))
 
 
 def environment(out: Path) -> dict[str, str]:

@@ -35,7 +35,7 @@ TILES = tuple(
     KernelConfig((("TILE_ROWS", rows), ("TILE_KEYS", keys)), 8, 3)
     for rows, keys in ((128, 64), (128, 32), (128, 128), (64, 32), (32, 32))
 )
-"""Of `attend`, the first three of heads of 128 channels, the others of latent attention."""
+"""Tiles of `attend`: three for heads of 128 channels, two for latent attention."""
 NAMES = (
     *(f"attention Llama-3.1-8B, {length} keys" for length in (4096, 8192, 32768)),
     "attention Llama-3-70B",

@@ -13,7 +13,7 @@ import subprocess
 import sys
 import tomllib
 import zipfile
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Mapping
 from pathlib import Path
 
 ROOT = Path(__file__).parent.parent.parent
@@ -82,6 +82,15 @@ def carry(folder: Path) -> None:
     versions = closure(needed(), OWN)
     if lacking := [name for name, version in versions.items() if version is None]:
         sys.exit(f"missing here: {', '.join(lacking)}; run this with the environment of `make setup`")
+    download(versions, folder)
+
+
+def download(versions: Mapping[str, str | None], folder: Path) -> None:
+    """Put wheels of packages, by name and version, into a folder, for `PYTHON` on Linux, x86-64.
+
+    Raises:
+        SystemExit: no wheel is to be had; pip says of which.
+    """
     platforms = [f"--platform=manylinux_2_{minor}_x86_64" for minor in GLIBC]
     command = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--only-binary=:all:"]
     command += [f"--python-version={PYTHON}", *platforms, f"--dest={folder}"]

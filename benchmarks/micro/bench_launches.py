@@ -57,7 +57,7 @@ def no_gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 @contextmanager
 def through_triton() -> Iterator[None]:
-    """Have Triton find the kernel in every launch."""
+    """Make Triton find the kernel in every launch."""
     with mock.patch.object(LaunchPlan, "start", refuse), mock.patch.object(LaunchPlan, "keep", refuse):
         yield
 

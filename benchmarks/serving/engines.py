@@ -144,16 +144,17 @@ def _serve(
             continue
         what, *arguments = pipe.recv()
         if what == "ask":
-            pipe.send(_ask(engine, *arguments))
+            pipe.send(ask_once(engine, *arguments))
         elif what == "counters":
             pipe.send(_counters())
         elif what == "flush":
-            pipe.send(_flush(engine, scheduler))
+            pipe.send(flush(engine, scheduler))
         else:
             pipe.send(engine.reset_prefix_cache())
 
 
-def _ask(engine: Any, prompt: Sequence[int], tokens: int, params: Settings | None) -> Answer:
+def ask_once(engine: Any, prompt: Sequence[int], tokens: int, params: Settings | None) -> Answer:
+    """The beginning of a greedy answer of an engine in this process; arguments as in `Engine.ask`."""
     from vllm import SamplingParams
 
     answer, began = Answer(), time.perf_counter()
@@ -189,7 +190,8 @@ def _counters() -> Counter[str]:
     return found
 
 
-def _flush(engine: Any, scheduler: Any) -> None:
+def flush(engine: Any, scheduler: Any) -> None:
+    """Wait until what the connector of an engine in this process saves is in the tiers."""
     from vllm.distributed.kv_transfer import get_kv_transfer_group, has_kv_transfer_group
 
     while scheduler.has_requests():
