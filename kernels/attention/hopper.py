@@ -9,7 +9,6 @@ from __future__ import annotations
 import functools
 from collections.abc import Mapping
 from dataclasses import replace
-from math import log2
 from typing import Any
 
 import torch
@@ -22,7 +21,7 @@ from kvkit.kernels.attention.triton_kernels import attend
 from kvkit.kernels.tuning.configs import KernelConfig, Launch, ProblemBucket
 from kvkit.kernels.tuning.gpus import GPUS
 from kvkit.kernels.tuning.planned import LaunchPlan
-from kvkit.kernels.tuning.tables import results_of
+from kvkit.kernels.tuning.tables import distance, results_of
 
 try:
     from kvkit.kernels.attention import hopper_kernels
@@ -121,11 +120,7 @@ def faster(bucket: ProblemBucket, space: tuple[KernelConfig, ...]) -> KernelConf
     """
     own, other = (results_of(op, bucket.form, kernel) for op, kernel in ((OP, KERNEL), (bucket.op, attend)))
     both = [key for key in own.keys() & other.keys() if own[key].config in space]
-
-    def distance(key: tuple[tuple[int, ...], str]) -> tuple[float, tuple[tuple[int, ...], str]]:
-        return sum(abs(log2(max(a, 1) / max(b, 1))) for a, b in zip(key[0], bucket.sizes, strict=True)), key
-
-    nearest = min(both, key=distance, default=None)
+    nearest = min(both, key=lambda key: (distance(key[0], bucket.sizes), key), default=None)
     if nearest is None or own[nearest].us >= other[nearest].us:
         return None
     return own[nearest].config

@@ -17,7 +17,7 @@ ARRAYS = {attend_dense: 10, merge: 5}
 """Arrays among the first arguments of a kernel."""
 
 PTX_VERSION = 87
-"""Of CUDA 12.8. Triton emits its own ptxas's newest, which that of JAX's CUDA may refuse."""
+"""PTX of CUDA 12.8: JAX's ptxas may refuse the newest, which Triton emits."""
 
 _array: Any = functools.partial(shape, dtype=jnp.float32, axes=frozenset())
 

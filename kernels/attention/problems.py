@@ -121,7 +121,7 @@ class AttentionSpec:
 
     @property
     def on_hopper(self) -> bool:
-        """Whether the kernel for Hopper GPUs computes it, and this Triton has Gluon."""
+        """True if the kernel for Hopper GPUs computes it, and this Triton has Gluon."""
         heads = self.heads
         plain = self.what == "o" and heads.size == heads.v_size and not heads.latent
         known = hopper.KERNEL is not None and heads.size in hopper.SIZES

@@ -1,4 +1,4 @@
-"""Where an attention splits the keys of its tiles: by a simulated schedule of programs on multiprocessors.
+"""Choose where an attention splits the keys of its tiles, by a simulated schedule on multiprocessors.
 
 With whole tiles, the last programs of a launch may leave most multiprocessors idle. Split tiles end together,
 but their parts are written and merged (https://pytorch.org/blog/flash-decoding).
@@ -108,6 +108,9 @@ def best_split(
         tile, item_begin, item_end = split_ranges(begin, end, step * cost.keys)
         loops = np.sort(cost.loops(item_end - item_begin))[::-1]
         parts = int((np.bincount(tile)[tile] > 1).sum())
+        least = max(-(-int(loops.sum()) * cost.units // slots), int(loops[0]))
+        if cost.seconds(least, parts) >= best_s:  # whatever the schedule
+            continue
         seconds = cost.seconds(makespan(loops, cost.units, slots), parts)
         if seconds < best_s:
             best, best_s = step * cost.keys, seconds

@@ -83,7 +83,7 @@ def read_autotune_cache(path: Path) -> AutotuneCache:
 
 
 def write_autotune_cache(autotuner: Any, key: Sequence[Any], us: Mapping[KernelConfig, float | None]) -> None:
-    """Have Triton's autotuner write times to its cache file, where its next process finds them.
+    """Write times to the cache file of Triton's autotuner, where its next process finds them.
 
     The file belongs to the source of the kernel, the version of Triton, the active device and exactly the
     configurations of the autotuner, none of them pruned; an existing file is kept. Mutates the autotuner's

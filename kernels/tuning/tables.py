@@ -185,12 +185,13 @@ def ranked(
                 continue
             sizes, (_, compiler, driver) = key.bucket.sizes, key.build
             builds = compiler != build.compiler, driver != build.driver
-            rank = form, _distance(sizes, bucket.sizes), bool(other), sizes, *builds, tuned.us, other
+            rank = form, distance(sizes, bucket.sizes), bool(other), sizes, *builds, tuned.us, other
             found.append((rank, tuned.config))
     return tuple(config for _, config in sorted(found, key=lambda pair: pair[0]))
 
 
-def _distance(sizes: Sequence[int], others: Sequence[int]) -> float:
+def distance(sizes: Sequence[int], others: Sequence[int]) -> float:
+    """Return the distance of two problems by their sizes: the sum of their ratios' logarithms, to base 2."""
     return sum(abs(log2(max(a, 1) / max(b, 1))) for a, b in zip(sizes, others, strict=True))
 
 
@@ -201,7 +202,7 @@ def _distance_of_forms(form: str, other: str) -> float | None:
     ours, theirs = _scaled(form), _scaled(other)
     if ours is None or theirs is None or ours[0] != theirs[0]:
         return None
-    return _distance(ours[1], theirs[1])
+    return distance(ours[1], theirs[1])
 
 
 @functools.lru_cache(4096)

@@ -17,7 +17,7 @@ from run_sizes import examples, nightly
 from test_attention import TOLERANCES, Problem, oracle
 from test_attention_triton import check_surroundings, poisoned
 
-pytest.importorskip("triton.experimental.gluon")
+pytest.importorskip("triton.experimental.gluon", reason="this Triton has no Gluon")
 
 from kvkit.kernels.attention import hopper, triton
 from kvkit.kernels.attention.rows import Rows

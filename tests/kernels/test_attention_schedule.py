@@ -1,4 +1,4 @@
-"""Where an attention splits its tiles: `kernels.attention.schedule`, and `Rows.tiles` with it."""
+"""An attention splits its tiles where the simulated schedule is shortest, and `Rows.tiles` follows it."""
 
 from __future__ import annotations
 

@@ -332,7 +332,7 @@ def launches(dtype: torch.dtype = torch.bfloat16, size: int = 128, count: int = 
 
 
 def plain(space: Sequence[KernelConfig]) -> set[KernelConfig]:
-    """Those without what depends on the target."""
+    """Return those without what depends on the target."""
     return {config for config in space if not {"maxnreg", "PACK"} & dict(config.tiles).keys()}
 
 
