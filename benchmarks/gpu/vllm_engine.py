@@ -78,11 +78,11 @@ def _measure(bench: Bench, sizes: Sizes, folder: Path) -> None:
             engine = _Engine(sizes, folder)
         answers = [engine.ask(prompt) for _ in range(ROUNDS)]
         first = answers[0]
-        fastest = median(answer.times_s[0] for answer in answers)
+        middle = median(answer.times_s[0] for answer in answers)
         right = all(answer.tokens == expected for answer in answers)
         cached = [answer.cached_tokens for answer in answers]
         bench.results.record(
-            what, first_s=first.times_s[0], s=fastest, right=right, cached=cached, wanted=loaded
+            what, first_s=first.times_s[0], s=middle, right=right, cached=cached, wanted=loaded
         )
     size = 2 * sizes.layers * sizes.kv_heads * sizes.size * 2 * loaded
     source, target = bench.pinned(size), torch.empty(size, dtype=torch.uint8, device=bench.device)
@@ -171,19 +171,19 @@ class _Engine:
 
     @property
     def device(self) -> torch.device:
-        """Where the model is."""
+        """Return the device of the model."""
         return torch.device(self._core.model_executor.driver_worker.worker.device)
 
     @property
     def versions(self) -> dict[str, str]:
-        """Of what the engine runs on."""
+        """Return the versions of what the engine runs on."""
         import triton
         import vllm
 
         return {"vllm": vllm.__version__, "torch": torch.__version__, "triton": triton.__version__}
 
     def ask(self, prompt: list[int], params: dict[str, Any] | None = None) -> engines.Answer:
-        """The beginning of a greedy answer."""
+        """Return the beginning of a greedy answer."""
         return engines.ask_once(self._engine, prompt, ANSWER, params)
 
     def flush(self) -> None:

@@ -25,14 +25,14 @@ COMPILED = re.compile(r"vllm\.(\w+\.)*_\w*C(_\w+)?")
 EMPTY = "vllm._C_stable_libtorch"
 """A compiled module that vLLM imports on every GPU; the others it can do without."""
 OPTIONAL = ("cv2", "grpc", "cryptography", "redis", "hiredis", "tiktoken", "opentelemetry")
-"""What vLLM can do without, too."""
+"""Packages that vLLM can do without, too."""
 ENTRIES = (
     *("vllm", "vllm.v1.engine.llm_engine", "vllm.v1.worker.gpu_worker", "vllm.v1.worker.gpu_model_runner"),
     *("vllm.model_executor.models.llama", "vllm.v1.attention.backends.triton_attn"),
 )
-"""What an engine imports."""
+"""Modules that an engine imports."""
 PRESENT = {*packages.OWN, "scipy", "sympy", "networkx", "mpmath", "setuptools", "llvmlite"}
-"""What a GPU machine must have of its own."""
+"""Packages that a GPU machine must have of its own."""
 ARCHIVE = "vllm-0-py3-none-any.whl"
 
 
@@ -58,7 +58,7 @@ class WithoutCompiled(MetaPathFinder, Loader):
 
 
 def leave_out_compiled() -> Any:
-    """Have vLLM do without its compiled modules; return the stand-ins, which last as long as that is held."""
+    """Make vLLM do without compiled modules; return the stand-ins, which last as long as the result."""
     import torch
 
     sys.meta_path.insert(0, WithoutCompiled())
@@ -77,7 +77,7 @@ def silu_and_mul(out: Any, x: Any) -> None:
 
 
 def rehearse_on_cpu(operators: Any) -> None:
-    """Have vLLM run as on a GPU as far as a CPU can: Triton's attention, in Triton's interpreter.
+    """Make vLLM run as on a GPU as far as a CPU can: Triton's attention, in Triton's interpreter.
 
     Mutates this process's vLLM, torch and Triton. Call it before vLLM is imported.
     """

@@ -104,8 +104,11 @@ def look_up_in_memory(
     """
     sought = [n for n in for_request(tiers.policy, chunks.policy).retrieve_from if tiers.tiers[n].in_memory]
     last = chunks.records(len(chunks) - 1, len(chunks)) if len(chunks) else []
-    # asked first, as it is no use that eviction would count
-    if not last or not any(tiers.tiers[name].size(last[0]) for name in sought):
+    try:  # asked first, as it is no use that eviction would count
+        holds_last = bool(last) and any(tiers.tiers[name].size(last[0]) for name in sought)
+    except Exception:  # of a tier of the user's own; the lookup that waits counts it
+        return None
+    if not holds_last:
         return None
     found = find(tiers, chunks, RetrievePlan(len(chunks)), sought=sought)
     found = with_states(tiers, chunks, found, 0.0, sought)

@@ -225,7 +225,7 @@ def by_kvkit(
 
 
 def speeds(runner: Any) -> list[Any]:
-    """What is measured of the engine's attention, of kvkit's, and of the copy of a token."""
+    """Return what is measured of the engine's attention, of kvkit's, and of the copy of a token."""
     rows = RowRunner(runner)
     own = KvkitAttention.of(LayerPages(rows.layers), 1)
     assert own is not None

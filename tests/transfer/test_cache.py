@@ -82,6 +82,20 @@ def test_what_memory_holds_whole_is_known_at_once(tmp_path: Path, groups: int) -
         assert cache.lookup(tokens).by_tier == {"disk": 32}
 
 
+def test_a_tier_in_memory_that_fails_is_left_to_the_lookup_that_waits(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine, tokens = make_engine(), sequence(8)
+    with open_cache(engine, tmp_path) as cache:
+        store(cache, engine, tokens)
+
+        def fail(name: str) -> int:
+            raise OSError
+
+        monkeypatch.setattr(cache.tiers["memory"], "size", fail)
+        assert look_up_in_memory(cache.tier_set, cache.chunks(tokens), 0, None) is None
+
+
 @pytest.mark.parametrize("hash_name", ["xxh3_128", "sha256", "blake3"])
 def test_a_new_cache_finds_what_an_older_one_stored(tmp_path: Path, hash_name: str) -> None:
     engine = make_engine(hash=hash_name)

@@ -87,8 +87,9 @@ def measure_speeds(rows: RowRunner, attention: KvkitAttention) -> CpuSpeeds:
     """
     context = min(CONTEXT, int(rows.config.model_config.max_model_len))
     count, calls = min(ROWS, context), list[Callable[[], object]]()
-    module, tokens = rows.layers[0].module, rows.layers[0].block_tokens
-    blocks = len(module.kv_cache) * module.kv_cache.shape[2] // tokens
+    module, size = rows.layers[0].module, rows.layers[0].block_tokens
+    blocks = len(module.kv_cache) * module.kv_cache.shape[2] // size
+    tokens = min(layer.block_tokens for layer in rows.layers)  # other groups' blocks may be smaller
     table = (1 + np.arange(-(-context // tokens)) % (blocks - 1)).tolist()
     tables: Tables = tuple(table for _ in range(1 + max(layer.table for layer in rows.layers)))
     query = torch.zeros(count, module.num_heads, module.head_size, dtype=module.dtype)
