@@ -102,7 +102,7 @@ def test_device_pages(benchmark: Any, way: str, order: str) -> None:
     if how.pop("rotated"):
         rotation = Rotation(ROPE, np.arange(CHUNKS) * 1000)
         how["rotation"] = ResolvedRotation(ROPE, *rotation.resolve(CHUNKS, CHUNK_TOKENS))
-    addresses = np.array([record.data_ptr() for record in records])
+    addresses = [record.data_ptr() for record in records]
     made = kernels.move(pages, addresses, blocks, **how)
     benchmark.pedantic(made.run, rounds=1)
     moved = CHUNKS * (LLAMA.chunk_bytes(CHUNK_TOKENS) + size)

@@ -28,6 +28,7 @@ from kvkit.kernels.attention.rows import Rows
 from kvkit.kernels.tuning.cases import Case, Problem
 from kvkit.kernels.tuning.compiling import ProblemFactory, compile_pool, survey
 from kvkit.kernels.tuning.configs import KernelConfig, Launch, Runnable
+from kvkit.kernels.uploads import DeviceArray
 
 SAMPLES = 5
 CONVERSIONS = ("encode_rows", "decode_rows")
@@ -66,7 +67,8 @@ def order_of_parts(bench: Bench) -> None:
 def _all_k_first(launches: Sequence[Runnable]) -> tuple[Runnable, ...]:
     (launch,) = launches
     assert isinstance(launch, Launch)
-    parts = launch.arguments["parts"].view(-1, 7)
+    given = launch.arguments["parts"]
+    parts = (given.tensor() if isinstance(given, DeviceArray) else given).view(-1, 7)
     ordered = torch.cat([parts[0::2], parts[1::2]]).flatten()
     return (replace(launch, arguments={**launch.arguments, "parts": ordered}),)
 

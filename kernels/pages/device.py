@@ -97,7 +97,7 @@ class DeviceMove:
 
         return kernels.move(
             self.pages,
-            np.array(addresses, np.int64),
+            addresses,
             self.ids,
             self.to_records,
             slots=self.slots,

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import functools
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -23,7 +24,7 @@ from kvkit.kernels.pages.triton_kernels import copy_rows, decode_rows, encode_ro
 from kvkit.kernels.tuning.configs import KernelConfig, Launch, ProblemBucket
 from kvkit.kernels.tuning.planned import LaunchPlan
 from kvkit.kernels.tuning.tables import best
-from kvkit.kernels.uploads import upload
+from kvkit.kernels.uploads import upload_arguments
 
 if TYPE_CHECKING:
     from kvkit.format.rope import Rope
@@ -71,7 +72,7 @@ def bucket(launch: Launch) -> ProblemBucket:
 
 def move(
     pages: Pages,
-    records: NDArray[np.int64],
+    records: Sequence[int],
     ids: NDArray[np.int64],
     to_records: bool,
     *,
@@ -97,7 +98,7 @@ def move(
             For pinned memory: a few programs fill the bus; more would wait for it and take room from others.
     """
     rope = None if rotation is None else rotation.rope
-    alignment = math.gcd(VECTOR_BYTES, int(np.bitwise_or.reduce(records)))
+    alignment = math.gcd(VECTOR_BYTES, *records)
     choice = pages.once(
         ("kernel", to_records, rope, alignment), lambda: _choose(pages, alignment, to_records, rope)
     )
@@ -114,7 +115,7 @@ def move(
         ids = np.where(ids < 0, -1, blocks << 32 | offsets)
     else:
         ids = np.maximum(ids, -1).astype(np.int32)
-    arrays: list[NDArray[Any]] = [choice.parts.ravel(), records, ids.ravel()]
+    arrays: list[NDArray[Any]] = [choice.parts.ravel(), np.array(records, np.int64), ids.ravel()]
     if rotation is not None:
         arrays += rotation.cos_sin.ravel(), rotation.rows.ravel()
     tiles = -(-tokens * choice.row_work // max(dict(plan.config.tiles)["TILE"], choice.min_tile))
@@ -122,7 +123,7 @@ def move(
     count = math.prod(grid)
     if programs:
         grid = (min(programs, count),)
-    own = *upload(arrays, pages.device), tokens, ids.shape[1], tiles, count
+    own = *upload_arguments(arrays, pages.device), tokens, ids.shape[1], tiles, count
     return Launch(plan.kernel, grid, plan.arguments(*own), plan.config)
 
 

@@ -21,7 +21,8 @@ from kvkit.kernels.tuning.compiling import StandInDriver, driver_for
 def made(chunks=1, length=2, layers=2, precision=None, **more):
     group = LayerGroup(tuple(range(layers)), 2, 64, 64, "bfloat16", block_tokens=16, precision=precision)
     pages = Pages.of(group, group.pages(2))
-    return kernels.move(pages, 4096 * (1 + np.arange(chunks)), np.zeros((chunks, length), np.int64), **more)
+    ids = np.zeros((chunks, length), np.int64)
+    return kernels.move(pages, range(4096, 4096 * (1 + chunks), 4096), ids, **more)
 
 def compiled(launch, backend, arch, threads):
     with driver_for(StandInDriver(GPUTarget(backend, arch, threads))):

@@ -125,7 +125,7 @@ def made(
     turns = ResolvedRotation(rope, *Rotation(rope, np.array([1])).resolve(1, tokens)) if rope else None
     return kernels.move(
         pages,
-        np.array([4096 + at]),
+        [4096 + at],
         np.array([[0, 1]]),
         to_records,
         rotation=turns,

@@ -86,7 +86,7 @@ def test_moves_of_the_same_pages_choose_once(monkeypatch: pytest.MonkeyPatch) ->
     ids = np.array([[0, 1]])
 
     def plan(pages: Pages, address: int, to_records: bool = True, chunks: int = 1, **more: int) -> object:
-        addresses = np.full(chunks, address)
+        addresses = [address] * chunks
         launch = pages_kernels.move(pages, addresses, ids.repeat(chunks, 0), to_records, **more)  # type: ignore[arg-type]
         return launch.arguments.plan  # type: ignore[attr-defined]
 

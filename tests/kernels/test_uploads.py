@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from hypothesis.extra.numpy import array_shapes, arrays
 
 from kvkit.kernels import uploads
-from kvkit.kernels.uploads import ALIGNMENT, upload
+from kvkit.kernels.uploads import ALIGNMENT, DeviceArray, upload, upload_arguments
 
 CPU = torch.device("cpu")
 some_arrays = st.sampled_from(["int32", "int64", "float32"]).flatmap(
@@ -39,6 +39,27 @@ def test_tensors_are_equal_to_the_arrays_and_their_own(
         assert tensor.is_contiguous()
         assert tensor.numpy().dtype == array.dtype
         np.testing.assert_array_equal(tensor.numpy(), array)
+
+
+@given(st.lists(some_arrays, max_size=5))
+def test_arguments_are_the_same_bytes_at_aligned_addresses(given_arrays: list[Any]) -> None:
+    with mock.patch.object(uploads, "_is_host", return_value=False):
+        found = upload_arguments(given_arrays, CPU)
+        tensors = upload(given_arrays, CPU)
+    for argument, tensor in zip(found, tensors, strict=True):
+        assert isinstance(argument, DeviceArray)
+        assert len(argument) == tensor.numel()
+        assert argument.dtype == tensor.dtype
+        assert argument.data_ptr() == argument.address
+        assert (argument.address - argument.memory.data_ptr()) % ALIGNMENT == 0
+        assert argument.tensor().numpy().tobytes() == tensor.numpy().tobytes()
+        assert not len(argument) or argument.tensor().data_ptr() == argument.address
+
+
+def test_arguments_on_a_host_are_tensors() -> None:
+    (argument,) = upload_arguments([np.arange(6, dtype=np.int32).reshape(2, 3)], CPU)
+    assert isinstance(argument, torch.Tensor)
+    assert argument.tolist() == [[0, 1, 2], [3, 4, 5]]
 
 
 def test_each_begins_where_kernels_expect_it(monkeypatch: pytest.MonkeyPatch) -> None:

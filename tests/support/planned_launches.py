@@ -23,9 +23,14 @@ from triton.runtime.jit import JITFunction
 from kvkit.kernels.attention import triton as attention
 from kvkit.kernels.attention.layer import Scoring
 from kvkit.kernels.attention.rows import Rows
+from kvkit.kernels.pages.memory import Pages
+from kvkit.kernels.pages.moves import SMOLLM
+from kvkit.kernels.pages.triton import move
+from kvkit.kernels.pages.triton_kernels import copy_rows
 from kvkit.kernels.tuning.configs import KernelConfig, Launch
 from kvkit.kernels.tuning.planned import LaunchPlan, PlannedArguments
 from kvkit.kernels.tuning.problems import every_problem
+from kvkit.kernels.uploads import DeviceArray
 from kvkit.lab.testbed.recorded_launches import RecordingDriver, recorded
 
 CPU = torch.device("cpu")
@@ -73,7 +78,7 @@ def recorder(**driver: Any) -> Iterator[Recorder]:
         return run(self, *args, **kwargs)
 
     kernels = attention.attend, attention.merge, attention.scatter_rows, kernel_fixtures.taking_kernel
-    for kernel in kernels:  # compiled by another check
+    for kernel in (*kernels, copy_rows):  # compiled by another check
         kernel.device_caches.clear()
     with recorded(found.driver), mock.patch.object(JITFunction, "run", counted):
         yield found
@@ -288,6 +293,25 @@ def test_gpus_of_amd_go_through_triton() -> None:
         for _ in range(3):
             record.run(layer.launch())
         assert record.through_triton == 3
+
+
+def test_uploaded_arrays_get_the_kernel_of_tensors() -> None:
+    """Aligned and not, by Triton's own launch and by the plan."""
+    pages = Pages.of(SMOLLM, SMOLLM.pages(2))
+    launch = move(pages, [4096], np.array([[0, 1]]), True)
+    plan, (*tensors, tokens, count, tiles, total) = launch.arguments.plan, launch.arguments.own  # type: ignore[attr-defined]
+    numbers = tokens, count, tiles, total
+    with recorder() as record:
+        first = record.run(launch)
+        for shift, compiled in ((0, 1), (8, 2)):
+            own = *(DeviceArray(each, each.data_ptr() + shift, each.dtype, 1) for each in tensors), *numbers
+            other = replace(launch, arguments=plan.arguments(*own))
+            for run in (record.plain, record.run, record.run):
+                found = run(other)
+                assert (found[0] == first[0]) is (shift == 0)
+                assert set(found) >= {id(each) for each in own[:-4]}
+            assert record.driver.compiled == compiled
+        assert record.through_triton == 2
 
 
 def fault(check: Callable[[], None]) -> str:
