@@ -233,6 +233,12 @@ def speeds(runner: Any) -> list[Any]:
     return [list(found.engine), found.kvkit, found.copy]
 
 
+def speeds_by_group(runner: Any) -> list[Any]:
+    """Return the tokens of a block of each KV cache group, and `speeds`."""
+    sizes = [group.kv_cache_spec.block_size for group in runner.kv_cache_config.kv_cache_groups]
+    return [sizes, speeds(runner)]
+
+
 def warm_up_stages(runner: Any) -> None:
     """Make what later stages take their input from: on a CPU vLLM does so for compiled models alone."""
     config = runner.vllm_config

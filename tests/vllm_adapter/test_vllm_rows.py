@@ -10,9 +10,10 @@ import pytest
 
 pytest.importorskip("vllm")
 
-from small_models import QWEN, VOCABULARY, save
+from small_models import COMMON, QWEN, VOCABULARY, save
 from test_vllm_loras import lora, write
 from test_vllm_models import GEMMA
+from transformers import Gemma4TextConfig
 from vllm.v1.worker.worker_base import WorkerWrapperBase
 from vllm_engine import Engine, prompt
 
@@ -20,6 +21,17 @@ from kvkit.adapters.vllm import compat
 from kvkit.adapters.vllm.connector import register
 
 PROMPTS = [prompt(n, seed=n, vocabulary=VOCABULARY) for n in (700, 300)]
+GEMMA_4 = Gemma4TextConfig(
+    **COMMON,
+    num_key_value_heads=2,
+    head_dim=32,
+    global_head_dim=64,
+    sliding_window=256,
+    layer_types=["sliding_attention", "sliding_attention", "full_attention"] * 2,
+    num_kv_shared_layers=0,
+    vocab_size_per_layer_input=VOCABULARY,
+    hidden_size_per_layer_input=32,
+)
 OPTIONS: dict[str, Any] = {"skip_tokenizer_init": True, "max_num_batched_tokens": 320, "max_num_seqs": 4}
 
 
@@ -138,6 +150,18 @@ def test_windows_and_two_ropes(process: Engine, tmp_path: Path) -> None:
     assert ropes[0] != ropes[-1]
     check_kvkits_attention(process)
     assert [rope == ropes[0] for rope in ropes] == [kind == "sliding_attention" for kind in GEMMA.layer_types]
+
+
+def test_blocks_of_two_sizes(process: Engine, tmp_path: Path) -> None:
+    """Layers with larger heads have fewer tokens in a block, and tables of their own."""
+    process.open(None, save(GEMMA_4, tmp_path), **OPTIONS)
+    sizes, (engine, own, copy) = ask(process, "speeds_by_group")[0]
+    assert len(set(sizes)) == 2
+    assert min(engine) > 0
+    assert own >= 0
+    assert copy > 0
+    same_as_prefill(process)
+    check_kvkits_attention(process)
 
 
 def test_adapters(process: Engine, tmp_path: Path) -> None:
