@@ -32,6 +32,7 @@ FEATURES = {
     "lora": "requests with LoRA adapters are not cached",
     "media": "requests with images or other media are not cached",
     "modelscope": "KV of a model that is named by its hub id is shared with no other engine",
+    "offloading": "pages of vLLM's own offloading outlive an engine only if their tier has an `identity`",
     "pages": "KV of an engine on a CPU is shared with no other engine",
     "pipeline": "an engine with `record_stages` in its settings does not start",
     "private blocks": "an engine with `blend` or a tier with `precision` does not start",
@@ -134,6 +135,11 @@ NAMES = {
     ),
     "get_flash_attn_version": VllmName(
         ("tuning",), "time vLLM's attention", "vllm.v1.attention.backends.fa_utils:get_flash_attn_version"
+    ),
+    "KVConnectorFactory": VllmName(
+        ("offloading",),
+        "tell secondary tiers whose KV they keep",
+        "vllm.distributed.kv_transfer.kv_connector.factory:KVConnectorFactory",
     ),
     "get_kv_transfer_group": VllmName(
         ("blend", "answers", "runner"), "find the worker's connector", f"{_CONNECTOR}get_kv_transfer_group"
@@ -294,9 +300,9 @@ def watch_worker() -> None:
 def watch_engine_core() -> None:
     """Notify the scheduler's connectors of new weights, their version, and resets of vLLM's own cache.
 
-    Calls their methods `weights_changed()`, `set_weight_version(version)` and `own_cache_reset()` in the
-    order of the events; a worker's report comes with the next step, possibly after a new version. Otherwise
-    as `watch_worker`.
+    Calls their methods `weights_changed()`, `set_weight_version(version)`, `own_cache_reset()` and
+    `connector_reset()` in the order of the events; a worker's report comes with the next step, possibly after
+    a new version. Secondary tiers of vLLM's own offloading count as connectors. Otherwise as `watch_worker`.
     """
     if not is_available("weights"):
         return
@@ -306,8 +312,8 @@ def watch_engine_core() -> None:
         _notify(_scheduler_connectors(engine), "set_weight_version", weight_version)
 
     def reset(engine: Any, reset_running_requests: bool = False, reset_connector: bool = False) -> None:
-        if not reset_connector:
-            _notify(_scheduler_connectors(engine), "own_cache_reset")
+        method = "connector_reset" if reset_connector else "own_cache_reset"
+        _notify(_scheduler_connectors(engine), method)
 
     def called(engine: Any, method: Any, *_: Any, **__: Any) -> None:
         if method in _CHANGE_WEIGHTS:
@@ -316,6 +322,22 @@ def watch_engine_core() -> None:
     _wrap(core, "collective_rpc", after=called)
     _wrap(core, "set_weight_version", after=versioned)
     _wrap(core, "reset_prefix_cache", after=reset)
+
+
+def complete_connector_settings(complete: Callable[[Any], object]) -> None:
+    """Call `complete(vllm_config)` before vLLM makes its scheduler's connector. Mutates vLLM's class.
+
+    vLLM's offloading tells its tiers little of the model; a plug-in can add that to their settings. May be
+    called again; later calls have no effect.
+    """
+    if not is_available("offloading"):
+        return
+
+    def before(config: Any, role: Any, *_: Any, **__: Any) -> None:
+        if role.name == "SCHEDULER":
+            complete(config)
+
+    _wrap(find("KVConnectorFactory"), "create_connector", before=before)
 
 
 def watch_weight_loads(model: Any, call: Callable[[], object]) -> None:
@@ -334,9 +356,11 @@ def watch_weight_loads(model: Any, call: Callable[[], object]) -> None:
 
 
 def _scheduler_connectors(engine: Any) -> list[Any]:
-    """Return the connectors of an engine core's scheduler."""
+    """Return the connectors of an engine core's scheduler, and their secondary tiers."""
     connector = getattr(engine.scheduler, "connector", None)
-    return list(getattr(connector, "sub_connectors", [connector] if connector else []))
+    connectors = list(getattr(connector, "sub_connectors", [connector] if connector else []))
+    managers = (getattr(getattr(c, "connector_scheduler", None), "manager", None) for c in connectors)
+    return [*connectors, *(tier for m in managers for tier in getattr(m, "secondary_tiers", ()))]
 
 
 def _notify(receivers: Iterable[Any], method: str, *arguments: Any) -> None:

@@ -28,6 +28,7 @@ from kvkit.adapters.vllm.blending.page_order import find_page_orders
 from kvkit.adapters.vllm.checks import check_arrangement, reads_slices, why_uncached
 from kvkit.adapters.vllm.identity import lora_settings, rank_namespace
 from kvkit.adapters.vllm.loras import Loras
+from kvkit.adapters.vllm.offloading import identify_tiers
 from kvkit.adapters.vllm.scheduler_side import SchedulerSide
 from kvkit.adapters.vllm.settings import WHERE, read_settings
 from kvkit.adapters.vllm.stats import PromMetrics, Stats
@@ -50,6 +51,7 @@ def register() -> None:
     with suppress(ValueError):  # already registered
         KVConnectorFactory.register_connector(NAME, __name__, NAME)
     compat.share_runner()
+    compat.complete_connector_settings(identify_tiers)
 
 
 def log_as_vllm() -> None:

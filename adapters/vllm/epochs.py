@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import hashlib
 import logging
-import uuid
 
+from kvkit.adapters.engine.epoch_names import EpochNames
 from kvkit.adapters.vllm.engine import VllmEngine
 from kvkit.adapters.vllm.events import Events
 from kvkit.adapters.vllm.scheduler import Scheduler
@@ -19,12 +18,12 @@ class Epochs:
 
     def __init__(self, scheduler: Scheduler, engine: VllmEngine, events: Events | None) -> None:
         self._scheduler, self._engine, self._events = scheduler, engine, events
-        self._version_is_new = False  # the weights got a version since KV was last computed
+        self._names = EpochNames()
         self._warned = False
 
     def note_computed(self) -> None:
         """Note that a step computes KV."""
-        self._version_is_new = False
+        self._names.note_computed()
 
     def update_from_workers(self, report: WorkerReport) -> None:
         """Begin an epoch if the weights of the workers changed in the current one."""
@@ -37,18 +36,15 @@ class Epochs:
 
         If the weights got a version and no KV was computed since, the version's epoch stays: its KV is valid.
         """
-        self._begin(self._scheduler.epoch if self._version_is_new else uuid.uuid4().hex)
+        self._begin(self._names.reset())
 
     def weights_changed(self) -> None:
         """Begin an epoch for weights without a version."""
-        self._version_is_new = False  # the version is of older weights
-        self._begin(uuid.uuid4().hex)
+        self._begin(self._names.weights_changed())
 
     def set_weight_version(self, version: str) -> None:
         """Begin the epoch that engines with this version of the weights share."""
-        digest = hashlib.blake2b(version.encode(), digest_size=16).hexdigest()
-        self._begin(f"weights-{digest}", shared=True)
-        self._version_is_new = True
+        self._begin(self._names.set_weight_version(version), shared=True)
 
     def own_cache_reset(self) -> None:
         """Warn, once, that vLLM's own prefix cache was reset without kvkit's tiers."""

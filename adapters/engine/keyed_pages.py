@@ -1,0 +1,241 @@
+"""Pages of another engine's cache as records, each under a key that the engine chose.
+
+The engine's keys name tokens; everything else that determines a page's bytes is in the namespace. A page
+moves whole and depends on no other page, so it is a chunk of one "token" with one opaque page, and pages may
+be stored and found in any order. Tiers, policies, health and counters are those of a `Cache`.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+
+import numpy as np
+import torch
+
+from kvkit.cache import Cache
+from kvkit.config import Config, open_cache
+from kvkit.format.layout import KVLayout, LayerGroup, canonical_json
+from kvkit.kernels.pages.api import Pages
+from kvkit.settings import ConfigError
+from kvkit.transfer.load import Load
+from kvkit.transfer.lookup import find_with_pending
+from kvkit.transfer.policy import for_request
+from kvkit.transfer.sequence import Chunks, Hit, SequencePages, formats_of
+from kvkit.workers import Closed, Transfer, Workers
+
+THREADS = 8
+"""Threads for lookups and loads; they mostly wait for tiers, which have threads of their own."""
+
+OnStored = Callable[[bool], object]
+"""Called once, from any thread, when a store has ended; True if a tier has every page."""
+
+
+@dataclass(frozen=True, slots=True)
+class KeyedChunks(Chunks):
+    """Pages of another engine as chunks, none of which depends on the chunk before it."""
+
+    def identity(self, chunk: int) -> tuple[bytes, bytes, np.ndarray[tuple[int], np.dtype[np.int32]]]:
+        return self.parent, self.keys[chunk], self.tokens[chunk : chunk + 1]
+
+    def part(self, start: int, stop: int | None = None) -> KeyedChunks:
+        chosen = slice(start, stop)
+        return replace(
+            self,
+            tokens=self.tokens[chosen],
+            keys=self.keys[chosen],
+            names=self.names[chosen],
+            first=self.first + start,
+        )
+
+
+class KeyedPages:
+    """Pages of another engine in kvkit's tiers. Thread-safe; a context manager that closes it.
+
+    Args:
+        config: tiers and policy. Chunk size and digest are replaced: a chunk is a page, and keys are SHA-256.
+        page_bytes: bytes of a page.
+        model: name of the weights.
+        dtype: dtype in which the model computes, or that of its pages.
+        weights: fingerprint of the weights' contents.
+        determines: everything else that determines a page's bytes, such as layout and ranks: plain data.
+        salt: keeps tenants apart.
+
+    Attributes:
+        cache: the tiers, for counters and flushes.
+
+    Raises:
+        ConfigError: a setting does not fit pages of another engine, or a tier cannot be opened.
+    """
+
+    def __init__(
+        self,
+        config: Config,
+        page_bytes: int,
+        *,
+        model: str,
+        dtype: str,
+        weights: str,
+        determines: object = None,
+        salt: str = "",
+    ) -> None:
+        if config.handoff is not None:
+            raise ConfigError("handoff: not for pages of another engine; want tiers alone")
+        group = LayerGroup((0,), 1, page_bytes, 0, "uint8", block_tokens=1, page_bytes=page_bytes)
+        layout = config.layout(KVLayout((group,)))
+        config = config.model_copy(update={"chunk_tokens": 1, "hash": "sha256"})
+        described = hashlib.sha256(canonical_json(determines)).hexdigest()[:32]
+        self._namespace = config.namespace(
+            layout, model=model, dtype=dtype, revision=f"{weights}+{described}", salt=salt
+        )
+        (self._format,) = formats_of(layout, self._namespace)
+        self.cache: Cache = open_cache(config, layout, self._namespace)
+        self._workers = Workers(THREADS, "kvkit-keyed-pages")
+
+    def begin_epoch(self, epoch: str) -> None:
+        """Find and store only pages of this epoch from now on; moves that began before keep theirs."""
+        namespace = replace(self._namespace, revision=f"{self._namespace.revision}#{epoch}")
+        (self._format,) = formats_of(self.cache.layout, namespace)
+
+    @property
+    def page_bytes(self) -> int:
+        """Bytes of a page."""
+        return self._format.layer_bytes
+
+    def memory(self, pages: torch.Tensor) -> Pages:
+        """Describe the engine's memory, uint8 [pages, page_bytes], for loads and stores; copies nothing.
+
+        Raises `LaunchError` if it has another shape.
+        """
+        return Pages.of(self._format.group, [pages])
+
+    def held(self, keys: Sequence[bytes]) -> list[bool]:
+        """Return for each key whether a tier holds its page. A tier that fails counts as empty."""
+        chunks, tiers = self._chunks(keys), self.cache.tier_set
+        found = np.zeros(len(keys), bool)
+        by_tier = dict[str, int]()
+        for tier in for_request(tiers.policy, chunks.policy).retrieve_from:
+            missing = np.flatnonzero(~found)
+            if len(missing) and tiers.usable(tier):
+                names = [chunks.names[i] for i in missing]
+                here = missing[held_each(partial(tiers.ask, tier), names)]
+                found[here] = True
+                by_tier[tier] = len(here)
+        with tiers.counting() as counts:
+            counts.lookups += 1
+            counts.lookup_tokens += len(keys)
+            counts.hit_tokens.update({tier: count for tier, count in by_tier.items() if count})
+        return [bool(each) for each in found]
+
+    def leading(self, keys: Sequence[bytes]) -> int:
+        """Return the length of the leading run of keys whose pages are held."""
+        chunks, tiers = self._chunks(keys), self.cache.tier_set
+        plan = find_with_pending(tiers, chunks, 0.0)
+        with tiers.counting() as counts:
+            counts.lookups += 1
+            counts.lookup_tokens += len(keys)
+            counts.hit_tokens.update(plan.by_tier())
+        return plan.chunks
+
+    def load(self, keys: Sequence[bytes], memory: Pages, rows: Sequence[int]) -> int:
+        """Load pages into `rows` of the engine's memory; return how many leading ones were loaded.
+
+        A page is verified before the engine's memory is written: other rows stay unchanged, and so does the
+        row of a page that is missing, damaged or late.
+        """
+        return self._load(keys, memory, rows, Transfer())
+
+    def load_async(self, keys: Sequence[bytes], memory: Pages, rows: Sequence[int]) -> Transfer[int]:
+        """Run `load` in the background; `cancel` ends it soon, and the memory is in use until it is done."""
+        move = partial(self._load, keys, memory, rows)
+        return Transfer.start(self._workers, move, urgent=True)
+
+    def store(self, keys: Sequence[bytes], memory: Pages, rows: Sequence[int], on_stored: OnStored) -> None:
+        """Store pages that a target tier lacks, in the background.
+
+        The rows must not change until `on_stored` was called.
+        """
+        chunks, stored = self._chunks(keys), set[int]()
+
+        def check() -> None:
+            unreported = [keys[i] for i in range(len(keys)) if i not in stored]
+            on_stored(not unreported or all(self._are_held(unreported)))
+
+        def done() -> None:
+            try:
+                self._workers.start(check)  # a tier's thread must not wait for answers of tiers
+            except Closed:
+                on_stored(False)
+
+        pages = SequencePages(memory, blocks=np.asarray(rows, np.int64))
+        try:
+            self.cache.store_chunks(chunks, pages, on_stored=lambda _, i: stored.add(i), on_done=done)
+        except Closed:  # `done` was called
+            return
+
+    def touch(self, keys: Sequence[bytes]) -> None:
+        """Note that pages are used, for eviction; returns at once."""
+        names = self._chunks(keys).names
+        tiers = self.cache.tier_set
+
+        def ask() -> None:
+            for tier in tiers.tiers:
+                if tiers.usable(tier):
+                    tiers.ask(tier, names)
+
+        self._workers.start(ask)
+
+    def close(self) -> None:
+        """Finish pending work, then close the tiers, within the configured `shutdown_timeout_s` each."""
+        self._workers.close(self.cache.shutdown_timeout_s)
+        self.cache.close()
+
+    def __enter__(self) -> KeyedPages:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def _load(
+        self, keys: Sequence[bytes], memory: Pages, rows: Sequence[int], transfer: Transfer[int]
+    ) -> int:
+        chunks = self._chunks(keys)
+        hit = Hit(chunks, find_with_pending(self.cache.tier_set, chunks, 0.0))
+        pages = SequencePages(memory, blocks=np.asarray(rows, np.int64))
+        return Load(self.cache.writes, hit, [pages]).run(transfer).tokens
+
+    def _chunks(self, keys: Collection[bytes]) -> KeyedChunks:
+        seed = self._format.digest
+        digests = [hashlib.sha256(seed + key).digest() for key in keys]
+        return KeyedChunks(
+            np.zeros(len(digests), np.int32),
+            digests,
+            [self._format.name(digest) for digest in digests],
+            (self._format,),
+            seed,
+        )
+
+    def _are_held(self, keys: Sequence[bytes]) -> list[bool]:
+        """Return for each key whether a tier holds its page, without counting a lookup."""
+        chunks, tiers = self._chunks(keys), self.cache.tier_set
+        return [
+            any(tiers.usable(tier) and tiers.ask(tier, [name]) for tier in tiers.tiers)
+            for name in chunks.names
+        ]
+
+
+def held_each(leading: Callable[[Sequence[str]], int], names: Sequence[str]) -> list[int]:
+    """Return the indices of the `names` that are held, from a function that counts leading ones.
+
+    A run of names that are held takes few calls, and each missing one takes one.
+    """
+    found, start, size = list[int](), 0, 1
+    while start < len(names):
+        asked = names[start : start + size]
+        run = leading(asked)
+        found += range(start, start + run)
+        start += run if run == len(asked) else run + 1
+        size = 2 * size if run == len(asked) else 1
+    return found
