@@ -23,6 +23,7 @@ from typer.main import get_command
 
 import kvkit
 from kvkit.adapters.vllm.settings import BlendSettings, Settings
+from kvkit.adapters.vllm_tier.settings import TierSettings
 from kvkit.cli import app
 from kvkit.config import Config, PolicyConfig, ServerConfig
 from kvkit.handoff.settings import HandoffConfig
@@ -131,6 +132,7 @@ SETTINGS: dict[str, type[BaseModel]] = {
     "vllm": Settings,
     "vllm_blend": BlendSettings,
     "vllm_requests": RequestLimits,
+    "vllm_tier": TierSettings,
     "simulated_model": simulate.ModelConfig,
     "simulated_nodes": simulate.NodesConfig,
     "simulated_link": simulate.LinkConfig,

@@ -14,6 +14,7 @@ from functools import partial
 
 import numpy as np
 import torch
+from numpy.typing import ArrayLike, NDArray
 
 from kvkit.cache import Cache
 from kvkit.config import Config, open_cache
@@ -37,7 +38,7 @@ OnStored = Callable[[bool], object]
 class KeyedChunks(Chunks):
     """Pages of another engine as chunks, none of which depends on the chunk before it."""
 
-    def identity(self, chunk: int) -> tuple[bytes, bytes, np.ndarray[tuple[int], np.dtype[np.int32]]]:
+    def identity(self, chunk: int) -> tuple[bytes, bytes, NDArray[np.int32]]:
         return self.parent, self.keys[chunk], self.tokens[chunk : chunk + 1]
 
     def part(self, start: int, stop: int | None = None) -> KeyedChunks:
@@ -139,7 +140,7 @@ class KeyedPages:
             counts.hit_tokens.update(plan.by_tier())
         return plan.chunks
 
-    def load(self, keys: Sequence[bytes], memory: Pages, rows: Sequence[int]) -> int:
+    def load(self, keys: Sequence[bytes], memory: Pages, rows: ArrayLike) -> int:
         """Load pages into `rows` of the engine's memory; return how many leading ones were loaded.
 
         A page is verified before the engine's memory is written: other rows stay unchanged, and so does the
@@ -147,12 +148,12 @@ class KeyedPages:
         """
         return self._load(keys, memory, rows, Transfer())
 
-    def load_async(self, keys: Sequence[bytes], memory: Pages, rows: Sequence[int]) -> Transfer[int]:
+    def load_async(self, keys: Sequence[bytes], memory: Pages, rows: ArrayLike) -> Transfer[int]:
         """Run `load` in the background; `cancel` ends it soon, and the memory is in use until it is done."""
         move = partial(self._load, keys, memory, rows)
         return Transfer.start(self._workers, move, urgent=True)
 
-    def store(self, keys: Sequence[bytes], memory: Pages, rows: Sequence[int], on_stored: OnStored) -> None:
+    def store(self, keys: Sequence[bytes], memory: Pages, rows: ArrayLike, on_stored: OnStored) -> None:
         """Store pages that a target tier lacks, in the background.
 
         The rows must not change until `on_stored` was called.
@@ -198,9 +199,7 @@ class KeyedPages:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def _load(
-        self, keys: Sequence[bytes], memory: Pages, rows: Sequence[int], transfer: Transfer[int]
-    ) -> int:
+    def _load(self, keys: Sequence[bytes], memory: Pages, rows: ArrayLike, transfer: Transfer[int]) -> int:
         chunks = self._chunks(keys)
         hit = Hit(chunks, find_with_pending(self.cache.tier_set, chunks, 0.0))
         pages = SequencePages(memory, blocks=np.asarray(rows, np.int64))

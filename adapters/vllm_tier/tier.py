@@ -35,6 +35,7 @@ from vllm.v1.kv_offload.tiering.base import JobResult, SecondaryTierManager, Tra
 from kvkit.adapters.engine.epoch_names import EpochNames
 from kvkit.adapters.engine.keyed_pages import KeyedPages
 from kvkit.adapters.vllm import compat
+from kvkit.adapters.vllm.connector import log_as_vllm
 from kvkit.adapters.vllm_tier.settings import read_settings
 from kvkit.workers import Transfer
 
@@ -45,7 +46,7 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 
-class KVKitTier(SecondaryTierManager):
+class KVKitTier(SecondaryTierManager):  # type: ignore[misc]  # vLLM is not typed for mypy
     """A secondary tier whose chunks are verified records in kvkit's tiers.
 
     vLLM calls it in the scheduler's process; nothing but `drain_jobs` and `shutdown` waits.
@@ -69,8 +70,10 @@ class KVKitTier(SecondaryTierManager):
         **settings: Any,
     ) -> None:
         super().__init__(offloading_spec, primary_kv_view, tier_type, backpressure_detector)
+        log_as_vllm()
         own, config = read_settings(settings)
-        model = offloading_spec.config.model
+        model, engine = offloading_spec.config.model, offloading_spec.config.parallel.data_parallel_index
+        config = config.model_copy(update={"server": config.server.of_rank(engine)})
         self._pages = KeyedPages(
             config,
             self.block_size_bytes,
@@ -207,7 +210,7 @@ def page_layout(config: Any) -> dict[str, Any]:
     }
 
 
-class _Lookups(AsyncLookupManager):
+class _Lookups(AsyncLookupManager):  # type: ignore[misc]  # as above
     """Lookups in the background, a batch for each request and step."""
 
     def __init__(self, pages: KeyedPages, tier_type: str) -> None:

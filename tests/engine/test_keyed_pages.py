@@ -264,9 +264,9 @@ def test_loads_and_stores_at_once(pages: KeyedPages) -> None:
 
 def test_what_does_not_fit_is_refused(tmp_path: Path) -> None:
     tiers = {"disk": {"url": str(tmp_path)}}
-    with pytest.raises(ConfigError, match="precision='fp8'.*opaque"):
+    with pytest.raises(ConfigError, match=r"precision='fp8'.*opaque"):
         KeyedPages(load_config(tiers=tiers, precision="fp8"), BYTES, **WHOSE)
-    with pytest.raises(ConfigError, match="staging=4.0KiB.*slots of 12"):
+    with pytest.raises(ConfigError, match=r"staging=4.0KiB.*slots of 12"):
         KeyedPages(load_config(tiers=tiers, staging="4KiB"), BYTES, **WHOSE)
     with opened(tmp_path) as pages, pytest.raises(LaunchError, match="page_bytes=5000"):
         pages.memory(torch.zeros(3, 4999, dtype=torch.uint8))

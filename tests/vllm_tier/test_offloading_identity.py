@@ -31,7 +31,11 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def vllm_config(model: Path, folder: Path, change: Callable[[Any], None] | None = None) -> VllmConfig:
-    tier = {"type": "KVKitTier", "module_path": TIER_MODULE, "kvkit": {"tiers": {"disk": {"url": str(folder)}}}}
+    tier = {
+        "type": "KVKitTier",
+        "module_path": TIER_MODULE,
+        "kvkit": {"tiers": {"disk": {"url": str(folder)}}},
+    }
     offloading = {
         "kv_connector": "OffloadingConnector",
         "kv_role": "kv_both",

@@ -2,158 +2,27 @@
 
 from __future__ import annotations
 
-import os
-import time
-import uuid
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+import json
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 
 pytest.importorskip("vllm")
 
-from vllm.v1.kv_offload.base import (
-    Locality,
-    LookupResult,
-    OffloadKey,
-    ReqContext,
-    ScheduleEndContext,
-    get_offload_group_idx,
-    make_offload_key,
-)
-from vllm.v1.kv_offload.config import (
-    OffloadingCacheConfig,
-    OffloadingConfig,
-    OffloadingGroupConfig,
-    OffloadingModelConfig,
-    OffloadingParallelConfig,
-)
-from vllm.v1.kv_offload.tiering.spec import TieringOffloadingSpec
+from offloading import CONFIG, PARALLEL, Offloading, files, keys
+from page_blocks import blocks, check_printed, on_page, run_shell
+from vllm.v1.kv_offload.base import Locality, LookupResult, get_offload_group_idx
+from vllm.v1.kv_offload.config import OffloadingCacheConfig, OffloadingGroupConfig, OffloadingModelConfig
 
 from kvkit.adapters.vllm.offloading import TIER_MODULE
+from kvkit.adapters.vllm_tier.settings import read_settings
 from kvkit.adapters.vllm_tier.tier import KVKitTier, page_layout
 from kvkit.settings import ConfigError
-from kvkit.tiers.testing.contract import DEADLINE_S
 
-BYTES, ROWS = 65536, 24
-KEYS = [make_offload_key(os.urandom(32), i % 2) for i in range(20)]
-PARALLEL = OffloadingParallelConfig(
-    rank=0,
-    world_size=1,
-    tp_size=1,
-    pp_size=1,
-    pcp_size=1,
-    dcp_size=1,
-    data_parallel_index=0,
-    data_parallel_size=1,
-    data_parallel_rank_local=None,
-    is_parallelism_agnostic=False,
-)
-CONFIG = OffloadingConfig(
-    groups=(OffloadingGroupConfig(16, ("a", "b"), 0), OffloadingGroupConfig(16, ("c",), 1)),
-    worker_kv_bytes_per_block=BYTES,
-    enable_kv_cache_events=True,
-    extra_config={},
-    engine_id="",
-    model=OffloadingModelConfig("org/model", "bfloat16"),
-    cache=OffloadingCacheConfig(16, 1),
-    parallel=PARALLEL,
-    kv_cache_layout="NHD",
-)
-
-
-class Offloading:
-    """vLLM's manager of offloading with a region of host memory, whose GPU is this class."""
-
-    def __init__(self, folder: Path, config: OffloadingConfig = CONFIG, **settings: Any) -> None:
-        kvkit = {"staging": "4MiB", "timeout_s": 5, "tiers": {"disk": {"url": str(folder)}}}
-        own = {"identity": "w", "kvkit": kvkit} | settings
-        extra = {
-            "cpu_bytes_to_use": BYTES * ROWS,
-            "secondary_tiers": [{"type": "KVKitTier", "module_path": TIER_MODULE, **own}],
-        }
-        spec = TieringOffloadingSpec(replace(config, extra_config=extra, engine_id=uuid.uuid4().hex))
-        self.manager = spec.get_manager()
-        (tier,) = self.manager.secondary_tiers
-        assert isinstance(tier, KVKitTier)
-        self.tier: Any = tier
-        self.events: list[Any] = []
-        self._requests = 0
-
-    @property
-    def memory(self) -> np.ndarray[Any, np.dtype[np.uint8]]:
-        return np.asarray(self.manager.primary_tier.get_kv_memoryview()).view(np.uint8)
-
-    @contextmanager
-    def request(self) -> Iterator[ReqContext]:
-        self._requests += 1
-        context = ReqContext(req_id=f"r{self._requests}")
-        self.manager.on_new_request(context)
-        yield context
-        self.manager.on_request_finished(context)
-
-    def step(self, *begun: str) -> None:
-        self.manager.on_schedule_end(ScheduleEndContext(begun, ()))
-        self.events += [(key, event) for event in self.manager.take_events() for key in event.keys]
-
-    def until(self, condition: Callable[[], bool]) -> None:
-        deadline = time.monotonic() + DEADLINE_S
-        while not condition():
-            assert time.monotonic() < deadline
-            self.step()
-            time.sleep(0.001)
-
-    def compute(self, keys: Sequence[OffloadKey]) -> None:
-        """Store the chunks of these keys: rows of `kv`."""
-        with self.request() as context:
-            self.begin_store(keys, context)
-            self.until(lambda: not self.manager._jobs)
-
-    def begin_store(self, keys: Sequence[OffloadKey], context: ReqContext) -> None:
-        output = self.manager.prepare_store(keys, context)
-        for key, row in zip(output.keys_to_store, output.store_spec.chunk_ids, strict=True):
-            self.memory[row] = kv(key)
-        self.manager.complete_store(output.keys_to_store, context)
-
-    def forget(self) -> None:
-        """Empty vLLM's own host memory."""
-        self.manager.reset_cache()
-        self.memory[:] = 7
-
-    def found(self, keys: Sequence[OffloadKey]) -> int:
-        """Leading chunks that vLLM takes from somewhere; they are checked."""
-        with self.request() as context:
-            answers: list[LookupResult] = []
-
-            def settled() -> bool:
-                answers[:] = [self.manager.lookup(key, context) for key in keys]
-                return not {LookupResult.RETRY, LookupResult.HIT_PENDING} & set(answers)
-
-            self.until(settled)
-            hits = [answer is LookupResult.HIT for answer in answers]
-            count = hits.index(False) if False in hits else len(hits)
-            if count:
-                rows = self.manager.prepare_load(keys[:count], context).chunk_ids
-                for key, row in zip(keys, rows, strict=False):
-                    assert (self.memory[row] == kv(key)).all()
-                self.manager.complete_load(keys[:count], context)
-            return count
-
-    def shutdown(self) -> None:
-        self.manager.shutdown()
-
-
-def kv(key: OffloadKey) -> np.ndarray[Any, np.dtype[np.uint8]]:
-    """The KV of a chunk: bytes that its key decides."""
-    return np.random.default_rng(list(key)).integers(0, 256, BYTES, np.uint8)
-
-
-def files(folder: Path) -> list[Path]:
-    return sorted(file for file in folder.rglob("c.*") if file.is_file())
+KEYS = keys(20)
 
 
 @pytest.fixture
@@ -309,3 +178,22 @@ def test_a_shutdown_amid_moves(tmp_path: Path) -> None:
 def test_a_setting_that_cannot_be_is_named(tmp_path: Path, settings: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         Offloading(tmp_path, **settings)
+
+
+def test_the_page(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its file is found right, a tier with it stores, and its listing is as shown."""
+    page = "docs/serve/offloading.md"
+    text = on_page(page, "staging").replace("file:///var/cache", f"file://{tmp_path}/cache")
+    (tmp_path / "kvkit.toml").write_text(text)
+    check_printed(page, "kvkit doctor", run_shell(on_page(page, "kvkit doctor"), tmp_path).stdout)
+    model = OffloadingModelConfig("/models/Qwen3-0.6B", "bfloat16")
+    engine = Offloading(
+        tmp_path, replace(CONFIG, model=model), kvkit={}, kvkit_config=str(tmp_path / "kvkit.toml")
+    )
+    engine.compute(KEYS)
+    engine.shutdown()
+    check_printed(page, "kvkit inspect", run_shell(on_page(page, "kvkit inspect"), tmp_path).stdout)
+    served = next(block.text for block in blocks(page, "sh") if block.text.startswith("vllm serve"))
+    extra = json.loads(served.split("'")[1])["kv_connector_extra_config"]
+    assert extra["secondary_tiers"][0]["module_path"] == TIER_MODULE
+    assert read_settings({"kvkit_config": str(tmp_path / "kvkit.toml")})[1].tiers
