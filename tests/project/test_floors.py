@@ -79,7 +79,7 @@ ROOM_LINES_AT_MOST = {
     "adapters/huggingface": 1_700,
     "adapters/vllm": 9_250,
     "adapters/vllm_tier": 350,
-    "kernels": 320,
+    "kernels": 380,
     "kernels/attention": 4_550,
     "kernels/pages": 3_350,
     "kernels/tuning": 3_700,
