@@ -22,6 +22,7 @@ from typer.core import TyperGroup
 from typer.main import get_command
 
 import kvkit
+from kvkit.adapters.sglang.settings import StorageSettings
 from kvkit.adapters.vllm.settings import BlendSettings, Settings
 from kvkit.adapters.vllm_tier.settings import TierSettings
 from kvkit.cli import app
@@ -133,6 +134,7 @@ SETTINGS: dict[str, type[BaseModel]] = {
     "vllm_blend": BlendSettings,
     "vllm_requests": RequestLimits,
     "vllm_tier": TierSettings,
+    "sglang": StorageSettings,
     "simulated_model": simulate.ModelConfig,
     "simulated_nodes": simulate.NodesConfig,
     "simulated_link": simulate.LinkConfig,

@@ -18,9 +18,10 @@ from numpy.typing import ArrayLike, NDArray
 
 from kvkit.cache import Cache
 from kvkit.config import Config, open_cache
-from kvkit.format.layout import KVLayout, LayerGroup, canonical_json
+from kvkit.format.layout import KVLayout, LayerGroup, Namespace, canonical_json
 from kvkit.kernels.pages.api import Pages
 from kvkit.settings import ConfigError
+from kvkit.transfer.clearing import clear
 from kvkit.transfer.load import Load
 from kvkit.transfer.lookup import find_with_pending
 from kvkit.transfer.policy import for_request
@@ -52,53 +53,89 @@ class KeyedChunks(Chunks):
         )
 
 
-class KeyedPages:
-    """Pages of another engine in kvkit's tiers. Thread-safe; a context manager that closes it.
+class KeyedStore:
+    """Tiers for pages of another engine. Thread-safe; a context manager that closes it.
 
     Args:
         config: tiers and policy. Chunk size and digest are replaced: a chunk is a page, and keys are SHA-256.
-        page_bytes: bytes of a page.
+        largest_bytes: bytes of the largest page.
         model: name of the weights.
         dtype: dtype in which the model computes, or that of its pages.
         weights: fingerprint of the weights' contents.
-        determines: everything else that determines a page's bytes, such as layout and ranks: plain data.
         salt: keeps tenants apart.
 
     Attributes:
         cache: the tiers, for counters and flushes.
+        workers: threads for lookups and loads.
 
     Raises:
         ConfigError: a setting does not fit pages of another engine, or a tier cannot be opened.
     """
 
     def __init__(
-        self,
-        config: Config,
-        page_bytes: int,
-        *,
-        model: str,
-        dtype: str,
-        weights: str,
-        determines: object = None,
-        salt: str = "",
+        self, config: Config, largest_bytes: int, *, model: str, dtype: str, weights: str, salt: str = ""
     ) -> None:
         if config.handoff is not None:
             raise ConfigError("handoff: not for pages of another engine; want tiers alone")
-        group = LayerGroup((0,), 1, page_bytes, 0, "uint8", block_tokens=1, page_bytes=page_bytes)
-        layout = config.layout(KVLayout((group,)))
-        config = config.model_copy(update={"chunk_tokens": 1, "hash": "sha256"})
+        self._config = config.model_copy(update={"chunk_tokens": 1, "hash": "sha256"})
+        self._fields = {"model": model, "dtype": dtype, "revision": weights, "salt": salt}
+        layout = self._layout(largest_bytes)
+        self.cache: Cache = open_cache(self._config, layout, self._config.namespace(layout, **self._fields))
+        self.workers = Workers(THREADS, "kvkit-keyed-pages")
+
+    @property
+    def largest_bytes(self) -> int:
+        """Bytes of the largest page."""
+        return self.cache.layout.groups[0].k_size
+
+    def pages(self, page_bytes: int, determines: object) -> KeyedPages:
+        """Return the pages of one kind; opens nothing.
+
+        Args:
+            page_bytes: bytes of a page.
+            determines: all that determines its bytes besides tokens and weights, such as layout and ranks:
+                plain data.
+
+        Raises `ConfigError` if a page is larger than the store's largest.
+        """
+        layout = self._layout(page_bytes)
         described = hashlib.sha256(canonical_json(determines)).hexdigest()[:32]
-        self._namespace = config.namespace(
-            layout, model=model, dtype=dtype, revision=f"{weights}+{described}", salt=salt
-        )
-        (self._format,) = formats_of(layout, self._namespace)
-        self.cache: Cache = open_cache(config, layout, self._namespace)
-        self._workers = Workers(THREADS, "kvkit-keyed-pages")
+        revision = f"{self._fields['revision']}+{described}"
+        namespace = self._config.namespace(layout, **self._fields | {"revision": revision})
+        if page_bytes > self.largest_bytes:
+            raise ConfigError(
+                f"page_bytes = {page_bytes}: this store was opened for pages of {self.largest_bytes}"
+            )
+        return KeyedPages(self, layout, namespace)
+
+    def close(self) -> None:
+        """Finish pending work, then close the tiers, within the configured `shutdown_timeout_s` each."""
+        self.workers.close(self.cache.shutdown_timeout_s)
+        self.cache.close()
+
+    def __enter__(self) -> KeyedStore:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def _layout(self, page_bytes: int) -> KVLayout:
+        group = LayerGroup((0,), 1, page_bytes, 0, "uint8", block_tokens=1, page_bytes=page_bytes)
+        return self._config.layout(KVLayout((group,)))
+
+
+class KeyedPages:
+    """Pages of one kind in a `KeyedStore`, which makes it. Thread-safe."""
+
+    def __init__(self, store: KeyedStore, layout: KVLayout, namespace: Namespace) -> None:
+        self.cache, self._workers = store.cache, store.workers
+        self._layout, self._namespace = layout, namespace
+        (self._format,) = formats_of(layout, namespace)
 
     def begin_epoch(self, epoch: str) -> None:
         """Find and store only pages of this epoch from now on; moves that began before keep theirs."""
         namespace = replace(self._namespace, revision=f"{self._namespace.revision}#{epoch}")
-        (self._format,) = formats_of(self.cache.layout, namespace)
+        (self._format,) = formats_of(self._layout, namespace)
 
     @property
     def page_bytes(self) -> int:
@@ -188,16 +225,13 @@ class KeyedPages:
 
         self._workers.start(ask)
 
-    def close(self) -> None:
-        """Finish pending work, then close the tiers, within the configured `shutdown_timeout_s` each."""
-        self._workers.close(self.cache.shutdown_timeout_s)
-        self.cache.close()
+    def clear(self) -> int:
+        """Delete these pages from all tiers; return how many records were deleted.
 
-    def __enter__(self) -> KeyedPages:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
+        Raises `OSError` or `TimeoutError` if some could not be deleted.
+        """
+        prefix, timeout_s = f"{self._format.array}/", self.cache.timeout_s
+        return sum(clear(self.cache.tier_set, name, timeout_s, prefix) for name in self.cache.tiers)
 
     def _load(self, keys: Sequence[bytes], memory: Pages, rows: ArrayLike, transfer: Transfer[int]) -> int:
         chunks = self._chunks(keys)

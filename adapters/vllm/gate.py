@@ -7,8 +7,9 @@ import json
 from pathlib import Path
 from typing import Any
 
+from kvkit.adapters.engine.weights import folder_fingerprint
 from kvkit.adapters.huggingface.configs import NOT_KV, stable_json
-from kvkit.adapters.vllm.identity import folder_fingerprint, weights_of
+from kvkit.adapters.vllm.identity import weights_of
 from kvkit.blend import gate
 from kvkit.blend.plan import BlendError, Selection
 from kvkit.format.layout import Precision

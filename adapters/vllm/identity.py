@@ -3,21 +3,18 @@
 from __future__ import annotations
 
 import hashlib
-import json
 import logging
-import os
 import re
 import uuid
-from collections.abc import Sequence
 from dataclasses import fields, is_dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from kvkit.adapters.engine.weights import fingerprint, folder_fingerprint
 from kvkit.adapters.huggingface.configs import described, stable_json
 from kvkit.adapters.vllm import compat
-from kvkit.adapters.vllm.contents import default_folder, digests
 from kvkit.config import Config
 from kvkit.format.layout import KVLayout, Namespace
 
@@ -29,15 +26,6 @@ _LOADED_FROM_FOLDERS = {
 }
 """vLLM's load formats that read weights from the model's folder, or none at all."""
 _COMMIT = re.compile(r"[0-9a-f]{40}")
-_OTHER_FOLDERS = re.compile(r"\..*|__pycache__|original|runs|checkpoint-\d+")
-"""Folders within a model's folder from which vLLM loads nothing."""
-_OTHER_FILES = re.compile(
-    r"\..*|(generation_)?config\.json|tokenizer\.model|.*\.(md|txt|jinja|png|jpe?g|gif|svg|pdf|ipynb)"
-    r"|(tokenizer|tokenizer_config|vocab|chat_template|special_tokens_map|added_tokens|trainer_state)\.json"
-    r"|training_args\.bin|rng_state.*\.pth|(optimizer|scheduler|scaler)\.(pt|bin)|LICENSE|NOTICE"
-)
-"""Files of a model's folder that do not determine the KV of given tokens, and the config: a namespace has the
-config as vLLM uses it."""
 CONFIGS = ("model_config", "cache_config", "load_config", "attention_config")
 """vLLM's configs that may determine the KV of any model."""
 _NOT_KV = {
@@ -209,31 +197,6 @@ def _digest(inputs: list[Any]) -> str:
     return hashlib.blake2b(stable_json(inputs), digest_size=8).hexdigest()
 
 
-def folder_fingerprint(folder: Path) -> str:
-    """Return 32 hex digits of the names and contents of a model folder's files that may determine KV.
-
-    Raises:
-        OSError: a file cannot be read, or a folder cannot be listed.
-    """
-
-    def raise_error(error: OSError) -> None:
-        # vLLM loads nothing from folders that it may not list either, such as lost+found
-        if not isinstance(error, PermissionError) or Path(error.filename) == folder:
-            raise error
-
-    paths: list[Path] = []
-    seen: set[Path] = set()
-    for directory, folders, files in os.walk(folder, onerror=raise_error, followlinks=True):
-        real = Path(directory).resolve()
-        # links to visited folders would recur without end; sorted, as the order of visits must not vary
-        subfolders = [] if real in seen else [name for name in folders if not _OTHER_FOLDERS.fullmatch(name)]
-        folders[:] = sorted(subfolders)
-        if real not in seen:
-            paths += [Path(directory, name) for name in files if not _OTHER_FILES.fullmatch(name)]
-        seen.add(real)
-    return _fingerprint(folder, [path for path in paths if path.is_file()])
-
-
 def adapter_files(folder: Path) -> list[Path]:
     """Return the files of a LoRA adapter's config and weights, as vLLM looks for them.
 
@@ -254,16 +217,7 @@ def adapter_fingerprint(folder: Path) -> str:
     Raises:
         OSError: as for `adapter_files`, or a file cannot be read.
     """
-    return _fingerprint(folder, adapter_files(folder))
-
-
-def _fingerprint(folder: Path, files: Sequence[Path]) -> str:
-    names = sorted((str(path.relative_to(folder)), path) for path in files)
-    contents = digests([path for _, path in names], default_folder())
-    digest = hashlib.blake2b(digest_size=16)
-    for (name, _), content in zip(names, contents, strict=True):
-        digest.update(json.dumps([name, content]).encode())
-    return digest.hexdigest()
+    return fingerprint(folder, adapter_files(folder))
 
 
 def weights_of(model: Any, load: Any) -> tuple[str, str]:
@@ -278,7 +232,7 @@ def weights_of(model: Any, load: Any) -> tuple[str, str]:
             return name, folder_fingerprint(path)
         if path.is_file():  # one file of a split model stands for all its files
             pattern = re.sub(r"-\d{5}-of-", "-*-of-", re.sub(r"([\[*?])", r"[\1]", path.name))
-            return name, _fingerprint(path.parent, sorted(path.parent.glob(pattern)))
+            return name, fingerprint(path.parent, sorted(path.parent.glob(pattern)))
         return name, _commit(model, load)
     except (OSError, LookupError) as error:
         consequence = "neither other engines nor this one after a restart use its KV"

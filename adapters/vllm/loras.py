@@ -8,9 +8,9 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from kvkit.adapters.engine.contents import Stamp
 from kvkit.adapters.engine.lookup_request import Lora
 from kvkit.adapters.vllm import compat
-from kvkit.adapters.vllm.contents import Stamp
 from kvkit.adapters.vllm.identity import adapter_files, adapter_fingerprint
 
 log = logging.getLogger(__name__)

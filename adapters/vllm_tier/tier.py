@@ -33,7 +33,7 @@ from vllm.v1.kv_offload.tiering.async_lookup import AsyncLookupManager
 from vllm.v1.kv_offload.tiering.base import JobResult, SecondaryTierManager, TransferJob
 
 from kvkit.adapters.engine.epoch_names import EpochNames
-from kvkit.adapters.engine.keyed_pages import KeyedPages
+from kvkit.adapters.engine.keyed_pages import KeyedPages, KeyedStore
 from kvkit.adapters.vllm import compat
 from kvkit.adapters.vllm.connector import log_as_vllm
 from kvkit.adapters.vllm_tier.settings import read_settings
@@ -74,16 +74,16 @@ class KVKitTier(SecondaryTierManager):  # type: ignore[misc]  # vLLM is not type
         own, config = read_settings(settings)
         model, engine = offloading_spec.config.model, offloading_spec.config.parallel.data_parallel_index
         config = config.model_copy(update={"server": config.server.of_rank(engine)})
-        self._pages = KeyedPages(
+        self._store = KeyedStore(
             config,
             self.block_size_bytes,
             model=model.name.rstrip("/").rpartition("/")[2],
             dtype=model.dtype,
             weights=own.identity or _unshared(model.name),
-            determines=page_layout(offloading_spec.config),
         )
+        self._pages = self._store.pages(self.block_size_bytes, page_layout(offloading_spec.config))
         by_scope = {"node": Locality.LOCAL, "shared": Locality.REMOTE}
-        scopes = {by_scope[tier.scope] for tier in self._pages.cache.tiers.values()}
+        scopes = {by_scope[tier.scope] for tier in self._store.cache.tiers.values()}
         self.locality = Locality[own.locality] if own.locality else scopes.pop() if len(scopes) == 1 else None
         memory = np.asarray(primary_kv_view).view(np.uint8).reshape(-1, self.block_size_bytes)
         self._memory = self._pages.memory(torch.from_numpy(memory))
@@ -186,7 +186,7 @@ class KVKitTier(SecondaryTierManager):  # type: ignore[misc]  # vLLM is not type
                 job.transfer.cancel()
         self.drain_jobs()
         self._lookups.shutdown()
-        self._pages.close()
+        self._store.close()
         del self._memory  # vLLM frees the region next
 
 

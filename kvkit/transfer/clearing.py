@@ -16,8 +16,11 @@ CLEARED_AT_ONCE = 256
 """Records deleted at a time; after the deadline, no more are deleted."""
 
 
-def clear(tiers: TierSet, tier: str, timeout_s: float) -> int:
+def clear(tiers: TierSet, tier: str, timeout_s: float, prefix: str = "") -> int:
     """Delete every record of a tier that can be deleted, and end their quarantine; return how many.
+
+    Args:
+        prefix: only records whose names begin with it.
 
     Raises:
         TimeoutError: some are left after `timeout_s` seconds.
@@ -43,7 +46,7 @@ def clear(tiers: TierSet, tier: str, timeout_s: float) -> int:
         return len(names)
 
     try:
-        records = step(lambda target: target.scan())
+        records = (found for found in step(lambda target: target.scan()) if found[0].startswith(prefix))
         while names := step(lambda _: [name for name, _ in islice(records, CLEARED_AT_ONCE)]):
             removed += delete(names)
     except TimeoutError as error:

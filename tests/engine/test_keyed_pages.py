@@ -6,6 +6,7 @@ import itertools
 import os
 import threading
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvkit.adapters.engine.keyed_pages import KeyedPages, held_each
+from kvkit.adapters.engine.keyed_pages import KeyedPages, KeyedStore, held_each
 from kvkit.config import load_config
 from kvkit.format.record import HEADER, Damage, examine
 from kvkit.kernels.checks import LaunchError
@@ -24,13 +25,16 @@ from kvkit.tiers.testing.contract import DEADLINE_S
 
 BYTES, ROWS = 5000, 16
 KEYS = [os.urandom(32) + bytes([0, 0, 0, group]) for group in range(ROWS)]
-WHOSE: dict[str, Any] = {"model": "m", "dtype": "bfloat16", "weights": "w", "determines": {"ranks": 1}}
+WHOSE: dict[str, Any] = {"model": "m", "dtype": "bfloat16", "weights": "w"}
+LAYOUT = {"ranks": 1}
 
 
-def opened(folder: Path, tiers: dict[str, Any] | None = None, **changes: Any) -> KeyedPages:
+@contextmanager
+def opened(folder: Path, tiers: dict[str, Any] | None = None, **changes: Any) -> Iterator[KeyedPages]:
     config = load_config(staging="1MiB", timeout_s=5, tiers=tiers or {"disk": {"url": str(folder)}})
-    size = changes.pop("page_bytes", BYTES)
-    return KeyedPages(config, size, **WHOSE | changes)
+    size, layout = changes.pop("page_bytes", BYTES), changes.pop("determines", LAYOUT)
+    with KeyedStore(config, size, **WHOSE | changes) as store:
+        yield store.pages(size, layout)
 
 
 def memory(seed: int | None = None) -> torch.Tensor:
@@ -40,7 +44,7 @@ def memory(seed: int | None = None) -> torch.Tensor:
     return torch.from_numpy(np.random.default_rng(seed).integers(0, 256, (ROWS, BYTES), np.uint8))
 
 
-def store(pages: KeyedPages, keys: Sequence[bytes], tensor: torch.Tensor, rows: Sequence[int]) -> bool:
+def store_pages(pages: KeyedPages, keys: Sequence[bytes], tensor: torch.Tensor, rows: Sequence[int]) -> bool:
     ended, answers = threading.Event(), list[bool]()
 
     def on_stored(complete: bool) -> None:
@@ -77,7 +81,7 @@ def test_pages_come_back_in_any_order_to_any_rows(tmp_path: Path, kind: str) -> 
     source, rng = memory(1), np.random.default_rng(2)
     with opened(tmp_path, tiers) as pages:
         for rows in (range(5), range(12, 3, -1)):  # they overlap, and the second is reversed
-            assert store(pages, [KEYS[i] for i in rows], source, rows)
+            assert store_pages(pages, [KEYS[i] for i in rows], source, rows)
         assert pages.held(KEYS) == [i < 13 for i in range(ROWS)]
         order, rows = rng.permutation(13), rng.permutation(ROWS)[:13]
         count, target = load(pages, [KEYS[i] for i in order], rows)
@@ -94,7 +98,7 @@ def test_pages_come_back_in_any_order_to_any_rows(tmp_path: Path, kind: str) -> 
 
 def test_a_restart_finds_them(tmp_path: Path) -> None:
     with opened(tmp_path) as pages:
-        assert store(pages, KEYS, memory(1), range(ROWS))
+        assert store_pages(pages, KEYS, memory(1), range(ROWS))
     with opened(tmp_path) as pages:
         assert pages.leading(KEYS) == ROWS
         assert torch.equal(load(pages, KEYS, range(ROWS))[1], memory(1))
@@ -114,7 +118,7 @@ def test_a_restart_finds_them(tmp_path: Path) -> None:
 )
 def test_other_pages_are_not_found(tmp_path: Path, change: dict[str, Any]) -> None:
     with opened(tmp_path) as pages:
-        assert store(pages, KEYS, memory(1), range(ROWS))
+        assert store_pages(pages, KEYS, memory(1), range(ROWS))
     with opened(tmp_path, **change) as pages:
         assert not any(pages.held(KEYS))
     with opened(tmp_path) as pages:
@@ -123,10 +127,33 @@ def test_other_pages_are_not_found(tmp_path: Path, change: dict[str, Any]) -> No
         assert not any(pages.held(KEYS))
 
 
+def test_pages_of_several_sizes_in_one_store(tmp_path: Path) -> None:
+    """They share tiers and staging; one page of a kind is none of another."""
+    config = load_config(staging="1MiB", tiers={"disk": {"url": str(tmp_path)}})
+    with KeyedStore(config, BYTES, **WHOSE) as store:
+        large, small, other = (
+            store.pages(size, {"pool": name})
+            for size, name in ((BYTES, "kv"), (700, "state"), (700, "draft"))
+        )
+        tensor = torch.arange(3 * 700, dtype=torch.int32).to(torch.uint8).reshape(3, 700)
+        ended = threading.Event()
+        small.store(KEYS[:3], small.memory(tensor), range(3), lambda _: ended.set())
+        assert ended.wait(DEADLINE_S)
+        assert store_pages(large, KEYS[:2], memory(1), range(2))
+        assert small.leading(KEYS) == 3
+        assert large.leading(KEYS) == 2
+        assert other.leading(KEYS) == 0
+        target = torch.zeros(3, 700, dtype=torch.uint8)
+        assert small.load(KEYS[:3], small.memory(target), range(3)) == 3
+        assert torch.equal(target, tensor)
+        with pytest.raises(ConfigError, match="page_bytes = 5001: this store was opened for pages of 5000"):
+            store.pages(BYTES + 1, None)
+
+
 def test_keys_are_whole_bytes(pages: KeyedPages) -> None:
     """No key stands for another that begins alike, ends in zeros or is empty."""
     keys = [b"", b"\0", b"\0\0", b"a", b"a\0", b"a" * 64, b"a" * 65]
-    assert store(pages, keys[::2], memory(1), range(4))
+    assert store_pages(pages, keys[::2], memory(1), range(4))
     assert pages.held(keys) == [True, False] * 3 + [True]
 
 
@@ -146,7 +173,7 @@ def offsets(record: bytes) -> list[int]:
 def test_a_changed_byte_ends_a_load_before_its_page(pages: KeyedPages, tmp_path: Path) -> None:
     """Whichever byte it is; the row keeps what it had, and the record goes."""
     source = memory(1)
-    assert store(pages, KEYS, source, range(ROWS))
+    assert store_pages(pages, KEYS, source, range(ROWS))
     file = tmp_path / pages._chunks(KEYS).names[2]
     whole = file.read_bytes()
     for offset, bit in itertools.product(offsets(whole), (0, 7)):
@@ -159,7 +186,7 @@ def test_a_changed_byte_ends_a_load_before_its_page(pages: KeyedPages, tmp_path:
         assert (target[2:] == 7).all()
         assert not file.exists()
         assert pages.held(KEYS[:4]) == [True, True, False, True]
-        assert store(pages, KEYS[:4], source, range(4))
+        assert store_pages(pages, KEYS[:4], source, range(4))
         assert file.read_bytes() == whole
     assert sum(pages.cache.counts().damaged.values()) == 2 * len(offsets(whole))
 
@@ -178,7 +205,7 @@ def test_a_changed_byte_ends_a_load_before_its_page(pages: KeyedPages, tmp_path:
 def test_a_file_of_another_length_is_a_miss(
     pages: KeyedPages, tmp_path: Path, change: Any, damage: Damage
 ) -> None:
-    assert store(pages, KEYS[:3], memory(1), range(3))
+    assert store_pages(pages, KEYS[:3], memory(1), range(3))
     file = tmp_path / pages._chunks(KEYS).names[1]
     file.write_bytes(change(file.read_bytes()))
     count, target = load(pages, KEYS[:3], range(3))
@@ -188,7 +215,7 @@ def test_a_file_of_another_length_is_a_miss(
 
 
 def test_a_page_under_the_name_of_another_is_refused(pages: KeyedPages, tmp_path: Path) -> None:
-    assert store(pages, KEYS[:2], memory(1), range(2))
+    assert store_pages(pages, KEYS[:2], memory(1), range(2))
     first, second = (tmp_path / name for name in pages._chunks(KEYS[:2]).names)
     second.write_bytes(first.read_bytes())
     assert load(pages, KEYS[:2], range(2))[0] == 1
@@ -198,7 +225,7 @@ def test_a_page_under_the_name_of_another_is_refused(pages: KeyedPages, tmp_path
 def test_a_capacity_holds(tmp_path: Path) -> None:
     with opened(tmp_path, {"disk": {"url": str(tmp_path), "capacity": "64KiB"}}) as pages:
         for i in range(ROWS):
-            store(pages, KEYS[i : i + 1], memory(1), [i])
+            store_pages(pages, KEYS[i : i + 1], memory(1), [i])
         files = [file for file in tmp_path.rglob("c.*") if file.is_file()]
         assert 0 < sum(file.stat().st_size for file in files) <= 64 << 10
         assert sum(pages.held(KEYS)) == len(files)
@@ -211,7 +238,7 @@ def test_a_touched_page_outlives_others(tmp_path: Path) -> None:
     tiers = {"disk": {"url": str(tmp_path), "capacity": f"{4 * record}"}}
     with opened(tmp_path, tiers) as pages:
         for i in range(12):
-            assert store(pages, KEYS[i : i + 1], memory(1), [i])
+            assert store_pages(pages, KEYS[i : i + 1], memory(1), [i])
             pages.touch(KEYS[:1])
             pages._workers.submit(lambda: None).result(DEADLINE_S)
         assert pages.held(KEYS[:2]) == [True, False]
@@ -220,21 +247,21 @@ def test_a_touched_page_outlives_others(tmp_path: Path) -> None:
 def test_a_store_that_no_tier_takes_says_so(tmp_path: Path) -> None:
     tiers = {"disk": {"url": str(tmp_path), "capacity": "4KiB"}}
     with opened(tmp_path, tiers) as pages:
-        assert not store(pages, KEYS[:2], memory(1), range(2))
+        assert not store_pages(pages, KEYS[:2], memory(1), range(2))
         assert not any(pages.held(KEYS[:2]))
 
 
 def test_one_of_two_tiers_is_enough(tmp_path: Path) -> None:
     full = {"url": str(tmp_path / "full"), "capacity": "4KiB"}
     with opened(tmp_path, {"full": full, "disk": {"url": str(tmp_path / "disk")}}) as pages:
-        assert store(pages, KEYS[:2], memory(1), range(2))
-        assert store(pages, KEYS[:3], memory(1), range(3)), "two of them were there already"
+        assert store_pages(pages, KEYS[:2], memory(1), range(2))
+        assert store_pages(pages, KEYS[:3], memory(1), range(3)), "two of them were there already"
 
 
 def test_closed_pages_end_what_is_asked_of_them(tmp_path: Path) -> None:
-    pages = opened(tmp_path)
-    pages.close()
-    assert not store(pages, KEYS[:2], memory(1), range(2))
+    with opened(tmp_path) as pages:
+        pass
+    assert not store_pages(pages, KEYS[:2], memory(1), range(2))
 
 
 def test_loads_and_stores_at_once(pages: KeyedPages) -> None:
@@ -247,7 +274,7 @@ def test_loads_and_stores_at_once(pages: KeyedPages) -> None:
             chosen = rng.permutation(ROWS)[: rng.integers(1, ROWS)]
             keys = [KEYS[i] for i in chosen]
             if rng.random() < 0.5:
-                store(pages, keys, source, chosen)
+                store_pages(pages, keys, source, chosen)
                 continue
             count, target = load(pages, keys, range(len(keys)))
             if not torch.equal(target[:count], source[chosen[:count]]) or not (target[count:] == 7).all():
@@ -265,9 +292,9 @@ def test_loads_and_stores_at_once(pages: KeyedPages) -> None:
 def test_what_does_not_fit_is_refused(tmp_path: Path) -> None:
     tiers = {"disk": {"url": str(tmp_path)}}
     with pytest.raises(ConfigError, match=r"precision='fp8'.*opaque"):
-        KeyedPages(load_config(tiers=tiers, precision="fp8"), BYTES, **WHOSE)
+        KeyedStore(load_config(tiers=tiers, precision="fp8"), BYTES, **WHOSE)
     with pytest.raises(ConfigError, match=r"staging=4.0KiB.*slots of 12"):
-        KeyedPages(load_config(tiers=tiers, staging="4KiB"), BYTES, **WHOSE)
+        KeyedStore(load_config(tiers=tiers, staging="4KiB"), BYTES, **WHOSE)
     with opened(tmp_path) as pages, pytest.raises(LaunchError, match="page_bytes=5000"):
         pages.memory(torch.zeros(3, 4999, dtype=torch.uint8))
 

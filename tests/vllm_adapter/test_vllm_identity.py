@@ -28,12 +28,12 @@ from vllm.engine.arg_utils import EngineArgs
 from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec
 from vllm_engine import BLOCK, connector
 
+from kvkit.adapters.engine.weights import folder_fingerprint
 from kvkit.adapters.vllm import identity
 from kvkit.adapters.vllm.connector import KVKitConnector
 from kvkit.adapters.vllm.identity import (
     adapter_fingerprint,
     draft_identity,
-    folder_fingerprint,
     model_identity,
 )
 from kvkit.adapters.vllm.settings import read_settings

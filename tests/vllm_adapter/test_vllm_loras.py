@@ -17,8 +17,8 @@ from safetensors.torch import save_file
 from small_models import QWEN, VOCABULARY, save
 from vllm_engine import BLOCK, Engine, Settings, connector, on_disk, prompt
 
+from kvkit.adapters.engine.contents import Stamp, digests
 from kvkit.adapters.engine.lookup_request import Lora
-from kvkit.adapters.vllm.contents import Stamp, digests
 from kvkit.adapters.vllm.loras import Loras
 from kvkit.lab.testbed.waiting import wait_for
 
@@ -172,7 +172,7 @@ def test_an_adapter_is_read_once_as_long_as_it_stays(
         reads.append(len(files))
         return digests(files, folder)
 
-    monkeypatch.setattr("kvkit.adapters.vllm.identity.digests", read)
+    monkeypatch.setattr("kvkit.adapters.engine.weights.digests", read)
     at = write(tmp_path / "adapter", 1)
     wait_for(lambda: all(Stamp.of(file).settled for file in at.iterdir()))
     found = {loras.identity(Lora(1, str(at))) for _ in range(5)}

@@ -9,14 +9,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-
-pytest.importorskip("vllm")
-
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvkit.adapters.vllm import contents
-from kvkit.adapters.vllm.contents import REMEMBERED_BYTES, Stamp, digests
+from kvkit.adapters.engine import contents
+from kvkit.adapters.engine.contents import REMEMBERED_BYTES, Stamp, digests
 from kvkit.lab.testbed.waiting import wait_for
 
 OTHER = "ab" * 32
