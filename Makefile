@@ -18,9 +18,10 @@ JAX := 0.11.2
 NEXT_JAX := 0.12.0.1
 # versions of jax-triton and Triton beside both
 JAX_TRITON := 0.4.1 3.9.0
-# what pip installs on a GPU machine today; the build for CPUs comes weeks later
+# its Python files alone
 SGLANG_VERSION := 0.5.23
 SGLANG := $(HOME)/.cache/kvkit/sglang-$(SGLANG_VERSION)
+# what pip installs on a GPU machine today; the build for CPUs comes weeks later
 NEXT_VLLM_VERSION := 0.33.0
 NEXT_VLLM := $(abspath $(VENV))/vllm-$(NEXT_VLLM_VERSION)
 # engines of many kinds: CI runs these with the next vLLM alone, and `make nightly` with both

@@ -93,7 +93,7 @@ ROOM_LINES_AT_MOST = {
     "kvkit/observe": 1_300,
     "kvkit/router": 4_000,
     "kvkit/tiers": 6_400,
-    "kvkit/transfer": 3_900,
+    "kvkit/transfer": 3_950,
 }
 """Lines of code by room, blank ones and docstrings included."""
 CORE_LINES_AT_MOST = 51_600

@@ -201,7 +201,7 @@ def test_a_setting_that_cannot_be_is_named(tmp_path: Path, settings: dict[str, A
 def test_the_page(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Its file is found right, a tier with it stores, and its listing is as shown."""
     page = "docs/serve/offloading.md"
-    text = on_page(page, "staging").replace("file:///var/cache", f"file://{tmp_path}/cache")
+    text = on_page(page, "[tiers").replace("file:///var/cache", f"file://{tmp_path}/cache")
     (tmp_path / "kvkit.toml").write_text(text)
     check_printed(page, "kvkit doctor", run_shell(on_page(page, "kvkit doctor"), tmp_path).stdout)
     model = OffloadingModelConfig("/models/Qwen3-0.6B", "bfloat16")
