@@ -20,9 +20,10 @@ from typing import Any
 
 import torch
 
+from kvkit.adapters.engine import tier_settings
 from kvkit.adapters.engine.keyed_pages import KeyedPages, KeyedStore
 from kvkit.adapters.engine.weights import folder_fingerprint
-from kvkit.adapters.sglang.settings import read_settings
+from kvkit.adapters.sglang.settings import WHERE, StorageSettings
 from sglang.srt.mem_cache.hicache_storage import (
     HiCacheStorage,
     HiCacheStorageConfig,
@@ -105,7 +106,8 @@ class KVKitHiCache(HiCacheStorage):  # type: ignore[misc]  # SGLang is not typed
 
     def __init__(self, storage_config: HiCacheStorageConfig, _: object = None) -> None:
         self._config = storage_config
-        self._settings, self._kvkit = read_settings(storage_config.extra_config or {})
+        extra = storage_config.extra_config or {}
+        self._settings, self._kvkit = tier_settings.read(StorageSettings, extra, WHERE)
         self._hosts: dict[str, Any] = {}
         self._pools: dict[str, Pool] = {}
         self._stores: list[KeyedStore] = []

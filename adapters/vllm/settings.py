@@ -5,12 +5,14 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Annotated, Any, Literal
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError, field_validator
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, field_validator
 
+from kvkit.adapters.engine import tier_settings
+from kvkit.adapters.engine.tier_settings import AdapterSettings
 from kvkit.blend.methods.registry import served
-from kvkit.config import Config, load_config
+from kvkit.config import Config
 from kvkit.handoff.protocol.messages import HANDOFF
-from kvkit.settings import ConfigError, explain
+from kvkit.settings import ConfigError
 from kvkit.transfer.policy import PolicyError, check_named, in_effect
 from kvkit.transfer.requests import RequestLimits
 
@@ -60,17 +62,9 @@ class BlendSettings(BaseModel):
         return methods
 
 
-class Settings(BaseModel):
+class Settings(AdapterSettings):
     """Settings of the connector; the tiers are in kvkit's own configuration."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True, hide_input_in_errors=True)
-    kvkit_config: str | None = Field(default=None, description="path of kvkit's TOML file")
-    kvkit: dict[str, Any] = Field(
-        default_factory=dict,
-        repr=False,
-        description="the same settings inline; they override the file. vLLM logs its options, including "
-        "these: keep secrets in the file or the environment",
-    )
     load: Literal["async", "sync", "layerwise"] = Field(
         default="async",
         description="async: other requests compute meanwhile; sync: the step waits for its loads; layerwise: "
@@ -128,13 +122,7 @@ def read_settings(extra: Mapping[str, Any]) -> tuple[Settings, Config]:
     Raises:
         ConfigError: a setting is unknown or impossible, or there are neither tiers nor a handoff.
     """
-    try:
-        settings = Settings(**extra)
-    except ValidationError as error:
-        raise ConfigError(explain(error, Settings, f"{WHERE}.")) from error
-    config = load_config(settings.kvkit_config, **settings.kvkit)
-    if not config.tiers and config.handoff is None:
-        raise ConfigError(f"{WHERE}: no tiers and no handoff; give kvkit_config, or kvkit with them in it")
+    settings, config = tier_settings.read(Settings, extra, f"{WHERE}.")
     if settings.blend is not None and settings.load != "async":
         raise ConfigError(f"{WHERE}.load = {settings.load!r}: want 'async' with blend")
     return settings.model_copy(update={"requests": _limits(settings.requests, config)}), config

@@ -32,11 +32,12 @@ from vllm.v1.kv_offload.base import (
 from vllm.v1.kv_offload.tiering.async_lookup import AsyncLookupManager
 from vllm.v1.kv_offload.tiering.base import JobResult, SecondaryTierManager, TransferJob
 
+from kvkit.adapters.engine import tier_settings
 from kvkit.adapters.engine.epoch_names import EpochNames
 from kvkit.adapters.engine.keyed_pages import KeyedPages, KeyedStore
 from kvkit.adapters.vllm import compat
 from kvkit.adapters.vllm.connector import log_as_vllm
-from kvkit.adapters.vllm_tier.settings import read_settings
+from kvkit.adapters.vllm_tier.settings import WHERE, TierSettings
 from kvkit.workers import Transfer
 
 if TYPE_CHECKING:
@@ -71,7 +72,7 @@ class KVKitTier(SecondaryTierManager):  # type: ignore[misc]  # vLLM is not type
     ) -> None:
         super().__init__(offloading_spec, primary_kv_view, tier_type, backpressure_detector)
         log_as_vllm()
-        own, config = read_settings(settings)
+        own, config = tier_settings.read(TierSettings, settings, WHERE)
         model, engine = offloading_spec.config.model, offloading_spec.config.parallel.data_parallel_index
         config = config.model_copy(update={"server": config.server.of_rank(engine)})
         self._store = KeyedStore(

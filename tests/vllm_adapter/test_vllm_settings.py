@@ -20,7 +20,7 @@ from kvkit.settings import ConfigError
         ({"load": "later"}, r"extra_config\.load = 'later': .*'async', 'sync' or 'layerwise'"),
         ({"lookup_timeout_s": 0}, r"extra_config\.lookup_timeout_s = 0: .*greater than 0"),
         ({"kvkit": {"chunk_token": 3}}, "chunk_token: unknown setting; did you mean 'chunk_tokens'"),
-        ({}, "extra_config: no tiers and no handoff; give kvkit_config"),
+        ({}, "extra_config: no tiers; give kvkit_config"),
     ],
 )
 def test_a_setting_that_cannot_be_is_named_with_the_choices(extra: dict[str, object], told: str) -> None:

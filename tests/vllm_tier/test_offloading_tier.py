@@ -19,7 +19,6 @@ from vllm.v1.kv_offload.base import Locality, LookupResult, get_offload_group_id
 from vllm.v1.kv_offload.config import OffloadingCacheConfig, OffloadingGroupConfig, OffloadingModelConfig
 
 from kvkit.adapters.vllm.offloading import TIER_MODULE
-from kvkit.adapters.vllm_tier.settings import read_settings
 from kvkit.adapters.vllm_tier.tier import KVKitTier, page_layout
 from kvkit.settings import ConfigError
 
@@ -214,4 +213,3 @@ def test_the_page(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     served = next(block.text for block in blocks(page, "sh") if block.text.startswith("vllm serve"))
     extra = json.loads(served.split("'")[1])["kv_connector_extra_config"]
     assert extra["secondary_tiers"][0]["module_path"] == TIER_MODULE
-    assert read_settings({"kvkit_config": str(tmp_path / "kvkit.toml")})[1].tiers
