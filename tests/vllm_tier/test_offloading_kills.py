@@ -14,7 +14,7 @@ from run_sizes import NIGHTLY
 
 pytest.importorskip("vllm")
 
-KILLS = 20 if NIGHTLY else 3
+KILLS = 20 if NIGHTLY else 1
 
 
 def test_kills(tmp_path: Path) -> None:
