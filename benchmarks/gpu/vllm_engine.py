@@ -1,4 +1,4 @@
-"""`make gpu-vllm`: vLLM from its Python files alone, with kvkit: computed, from memory, from disk, blended.
+"""`make gpu-vllm`: vLLM from its Python files alone, with kvkit: computed, loaded, blended, handed over.
 
 The model has Llama-3.2-1B's sizes and random weights. What vLLM cannot do without its compiled files is
 recorded as the step's failure, by name.
@@ -8,8 +8,10 @@ from __future__ import annotations
 
 import itertools
 import json
+import multiprocessing
 import os
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
@@ -25,6 +27,8 @@ from benchmarks.serving import engines
 
 ROUNDS = 5
 ANSWER = 4
+STARTS_IN_S = 300
+"""Seconds until a second engine has to be there."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,6 +55,25 @@ SMALL = Sizes(2, 64, 4, 2, 16, 128, 512, document=16, documents=2, memory=64 << 
 def run(bench: Bench) -> None:
     """Record seconds to the first token by where a prompt's KV is from, and whether answers are equal."""
     on_gpu = bench.device.type == "cuda"
+    sizes = Sizes() if on_gpu else SMALL
+    operators = _prepare(on_gpu)
+    with TemporaryDirectory(prefix="kvkit-") as folder:
+        prompt, answer = _measure(bench, sizes, Path(folder))
+        parts: dict[str, Callable[[], None]] = {
+            "handed over": lambda: _hand_over(bench, sizes, Path(folder), prompt, answer)
+        }
+        if on_gpu:
+            parts["with CUDA graphs"] = lambda: _with_graphs(bench, sizes, Path(folder), prompt, answer)
+        for what, part in parts.items():
+            try:
+                part()
+            except Exception as error:  # whatever vLLM lacks: the next part is tried
+                bench.results.record(what, error=f"{type(error).__name__}: {error}"[:500])
+    del operators
+
+
+def _prepare(on_gpu: bool) -> Any:
+    """Make vLLM run from its Python files in this process; return what has to live as long."""
     os.environ.update(VLLM_ENABLE_V1_MULTIPROCESSING="0", VLLM_LOGGING_LEVEL="WARNING", HF_HUB_OFFLINE="1")
     operators = vllm_files.leave_out_compiled()
     if not on_gpu:
@@ -58,11 +81,11 @@ def run(bench: Bench) -> None:
     from kvkit.adapters.vllm.connector import register
 
     register()  # vLLM finds plug-ins of installed packages alone
-    with TemporaryDirectory(prefix="kvkit-") as folder:
-        _measure(bench, Sizes() if on_gpu else SMALL, Path(folder))
+    return operators
 
 
-def _measure(bench: Bench, sizes: Sizes, folder: Path) -> None:
+def _measure(bench: Bench, sizes: Sizes, folder: Path) -> tuple[list[int], engines.Answer]:
+    """Record one engine's times; return the prompt and its computed answer."""
     random = np.random.default_rng(0)
     texts = random.integers(1, sizes.vocabulary, (sizes.documents + 1, sizes.document)).tolist()
     prompt = [token for text in texts for token in text]
@@ -91,6 +114,69 @@ def _measure(bench: Bench, sizes: Sizes, folder: Path) -> None:
     if sizes.blends:
         _blend(bench, engine, texts)
     engine.close()
+    return prompt, computed
+
+
+def _hand_over(bench: Bench, sizes: Sizes, folder: Path, prompt: list[int], computed: engines.Answer) -> None:
+    """Record a prompt that one engine computes and another one, in a process of its own, answers."""
+    address = f"unix://{folder}/socket"
+    context = multiprocessing.get_context("spawn")
+    here, there = context.Pipe()
+    on_gpu = bench.device.type == "cuda"
+    child = context.Process(target=_decode, args=(there, sizes, folder, address, on_gpu), daemon=True)
+    child.start()
+    there.close()
+    try:
+        assert here.poll(STARTS_IN_S), "the decode engine does not start"
+        here.recv()
+        engine = _Engine(sizes, folder, {"handoff": {"role": "prefill"}}, "kv_producer")
+        asked = {"do_remote_decode": True, "do_remote_prefill": False, "handoff": address}
+        for turn in range(ROUNDS):
+            changed = [*prompt[:-1], 1 + turn] if turn else prompt
+            began = time.perf_counter()
+            sent = engine.ask(changed, asked)
+            prefilled_s = time.perf_counter() - began
+            here.send((changed, sent.params))
+            answer, cached = here.recv()
+            both_s = time.perf_counter() - began
+            right = answer == computed.tokens if not turn else None
+            bench.results.record(
+                "handed over", turn=turn, prefilled_s=prefilled_s, s=both_s, cached=cached, right=right
+            )
+        here.send(None)
+        engine.close()
+        child.join(60)
+    finally:
+        child.kill()
+
+
+def _decode(pipe: Any, sizes: Sizes, folder: Path, address: str, on_gpu: bool) -> None:
+    """Answer prompts with the KV that arrives at `address`, until None comes."""
+    operators = _prepare(on_gpu)
+    handoff = {"role": "decode", "listen": [address], "buffer": sizes.memory // 4}
+    engine = _Engine(sizes, folder, {"handoff": handoff}, "kv_consumer")
+    pipe.send("ready")
+    while (given := pipe.recv()) is not None:
+        prompt, params = given
+        answer = engine.ask(prompt, params)
+        pipe.send((answer.tokens, answer.cached_tokens))
+    engine.close()
+    del operators
+
+
+def _with_graphs(
+    bench: Bench, sizes: Sizes, folder: Path, prompt: list[int], computed: engines.Answer
+) -> None:
+    """Record seconds for each token after the first, from disk, with and without CUDA graphs for decoding."""
+    for graphs in (False, True):
+        engine = _Engine(sizes, folder, graphs=graphs)
+        answer = engine.ask(prompt, tokens=32)
+        right = answer.tokens[:ANSWER] == computed.tokens
+        what = "with CUDA graphs" if graphs else "without CUDA graphs"
+        bench.results.record(
+            what, token_s=median(np.diff(answer.times_s).tolist()), first_s=answer.times_s[0], right=right
+        )
+        engine.close()
 
 
 def _blend(bench: Bench, engine: _Engine, texts: Sequence[list[int]]) -> None:
@@ -124,11 +210,21 @@ class _Engine:
 
     Args:
         folder: for the model's config and for records.
+        kvkit: kvkit's configuration, besides the chunk size; None: memory and the folder.
+        role: vLLM's `kv_role`.
+        graphs: whether decoding steps run as CUDA graphs.
     """
 
     chunk = 16
 
-    def __init__(self, sizes: Sizes, folder: Path) -> None:
+    def __init__(
+        self,
+        sizes: Sizes,
+        folder: Path,
+        kvkit: dict[str, Any] | None = None,
+        role: str = "kv_both",
+        graphs: bool = False,
+    ) -> None:
         from vllm import LLM
         from vllm.config import KVTransferConfig
 
@@ -136,17 +232,15 @@ class _Engine:
         model.mkdir(exist_ok=True)
         (model / "config.json").write_text(json.dumps(_config(sizes)))
         on_gpu = torch.cuda.is_available()
-        kvkit = {
-            "chunk_tokens": self.chunk,
-            "tiers": {"memory": {"capacity": sizes.memory // 2}, "disk": {"url": f"file://{folder}/records"}},
-        }
-        extra: dict[str, Any] = {"kvkit": kvkit, "lookup_timeout_s": 20.0, "prefill_tokens_per_s": 0.01}
-        if sizes.blends:
+        tiers = {"memory": {"capacity": sizes.memory // 2}, "disk": {"url": f"file://{folder}/records"}}
+        settings = {"chunk_tokens": self.chunk, **(kvkit or {"tiers": tiers})}
+        extra: dict[str, Any] = {"kvkit": settings, "lookup_timeout_s": 20.0, "prefill_tokens_per_s": 0.01}
+        if sizes.blends and kvkit is None:
             extra["blend"] = {"unchecked": True}
         transfer = KVTransferConfig(
             kv_connector="KVKitConnector",
             kv_connector_module_path="kvkit.adapters.vllm.connector",
-            kv_role="kv_both",
+            kv_role=role,
             kv_connector_extra_config=extra,
         )
         longest = (sizes.documents + 1) * sizes.document + 64
@@ -155,7 +249,7 @@ class _Engine:
             load_format="dummy",
             skip_tokenizer_init=True,
             dtype="bfloat16" if on_gpu else "float32",
-            enforce_eager=True,
+            enforce_eager=not graphs,
             max_model_len=longest,
             max_num_batched_tokens=longest,
             max_num_seqs=4,
@@ -163,7 +257,8 @@ class _Engine:
             kv_cache_memory_bytes=sizes.memory // 4,
             enable_prefix_caching=False,
             kv_transfer_config=transfer,
-            compilation_config={"mode": 0, "custom_ops": ["none"]},
+            compilation_config={"mode": 0, "custom_ops": ["none"]}
+            | ({"cudagraph_mode": "FULL_DECODE_ONLY"} if graphs else {}),
             **({"attention_backend": "TRITON_ATTN"} if on_gpu else {}),
         )
         self._engine: Any = self._llm.llm_engine
@@ -182,9 +277,11 @@ class _Engine:
 
         return {"vllm": vllm.__version__, "torch": torch.__version__, "triton": triton.__version__}
 
-    def ask(self, prompt: list[int], params: dict[str, Any] | None = None) -> engines.Answer:
+    def ask(
+        self, prompt: list[int], params: dict[str, Any] | None = None, tokens: int = ANSWER
+    ) -> engines.Answer:
         """Return the beginning of a greedy answer."""
-        return engines.ask_once(self._engine, prompt, ANSWER, params)
+        return engines.ask_once(self._engine, prompt, tokens, params)
 
     def flush(self) -> None:
         """Wait until what it saves is in the tiers."""

@@ -86,7 +86,12 @@ def test_it_computes_and_loads(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "benchmarks.gpu.step", "vllm_engine"]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr[-3000:]
-    lines = {line["what"]: line for line in map(json.loads, (tmp_path / "results.jsonl").open())}
+    every = [json.loads(line) for line in (tmp_path / "results.jsonl").open()]
+    lines = {line["what"]: line for line in every}
     for what in ("from memory", "from disk, restarted"):
         assert lines[what]["right"], lines[what]
         assert set(lines[what]["cached"]) == {lines[what]["wanted"]}
+    assert "error" not in lines["handed over"], lines["handed over"]
+    handed = [line for line in every if line["what"] == "handed over"]
+    assert handed[0]["right"]
+    assert {line["cached"] for line in handed} == {lines["computed"]["tokens"] - 1}
