@@ -180,7 +180,8 @@ def test_the_file_in_place_of_lmcaches_is_checked(tmp_path: Path) -> None:
 def test_the_file_for_sglang_is_checked(tmp_path: Path) -> None:
     page = "docs/serve/sglang.md"
     configure(page, tmp_path)
-    check_printed(page, "kvkit doctor", run_shell(on_page(page, "kvkit doctor"), tmp_path).stdout)
+    printed = run_shell(on_page("docs/serve/sglang.md", "kvkit doctor"), tmp_path).stdout
+    check_printed(page, "kvkit doctor", printed)
 
 
 def test_the_example_of_fewer_bits_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

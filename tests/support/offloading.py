@@ -113,6 +113,8 @@ class Offloading:
     def forget(self) -> None:
         """Empty vLLM's own host memory."""
         self.manager.reset_cache()
+        if hasattr(self.manager, "on_reset_flushed"):  # vLLM 0.33
+            self.manager.on_reset_flushed()
         self.memory[:] = 7
 
     def found(self, keys: Sequence[OffloadKey]) -> int:

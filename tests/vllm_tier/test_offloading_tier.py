@@ -200,16 +200,24 @@ def test_a_setting_that_cannot_be_is_named(tmp_path: Path, settings: dict[str, A
 def test_the_page(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Its file is found right, a tier with it stores, and its listing is as shown."""
     page = "docs/serve/offloading.md"
-    text = on_page(page, "[tiers").replace("file:///var/cache", f"file://{tmp_path}/cache")
+    text = on_page("docs/serve/offloading.md", "[tiers").replace(
+        "file:///var/cache", f"file://{tmp_path}/cache"
+    )
     (tmp_path / "kvkit.toml").write_text(text)
-    check_printed(page, "kvkit doctor", run_shell(on_page(page, "kvkit doctor"), tmp_path).stdout)
+    check_printed(
+        page, "kvkit doctor", run_shell(on_page("docs/serve/offloading.md", "kvkit doctor"), tmp_path).stdout
+    )
     model = OffloadingModelConfig("/models/Qwen3-0.6B", "bfloat16")
     engine = Offloading(
         tmp_path, replace(CONFIG, model=model), kvkit={}, kvkit_config=str(tmp_path / "kvkit.toml")
     )
     engine.compute(KEYS)
     engine.shutdown()
-    check_printed(page, "kvkit inspect", run_shell(on_page(page, "kvkit inspect"), tmp_path).stdout)
+    check_printed(
+        page,
+        "kvkit inspect",
+        run_shell(on_page("docs/serve/offloading.md", "kvkit inspect"), tmp_path).stdout,
+    )
     served = next(block.text for block in blocks(page, "sh") if block.text.startswith("vllm serve"))
     extra = json.loads(served.split("'")[1])["kv_connector_extra_config"]
     assert extra["secondary_tiers"][0]["module_path"] == TIER_MODULE
