@@ -18,9 +18,11 @@ JAX := 0.11.2
 NEXT_JAX := 0.12.0.1
 # versions of jax-triton and Triton beside both
 JAX_TRITON := 0.4.1 3.9.0
-# its Python files alone
+# their files alone, which import with what is installed
 SGLANG_VERSION := 0.5.23
 SGLANG := $(HOME)/.cache/kvkit/sglang-$(SGLANG_VERSION)
+LMCACHE_VERSION := 0.5.6
+LMCACHE := $(HOME)/.cache/kvkit/lmcache-$(LMCACHE_VERSION)
 # what pip installs on a GPU machine today; the build for CPUs comes weeks later
 NEXT_VLLM_VERSION := 0.33.0
 NEXT_VLLM := $(abspath $(VENV))/vllm-$(NEXT_VLLM_VERSION)
@@ -51,7 +53,7 @@ PYTEST = OMP_NUM_THREADS=1 OMP_WAIT_POLICY=passive $(BIN)/python -m pytest -n $(
 # hundreds of processes import the same files
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: demo setup browser test test-sglang tests quick nightly outdated test-vllm-next test-vllm-versions test-nfs test-triton test-jax mutants bench bench-check results check docs paper gpu gpu-tests \
+.PHONY: demo setup browser test test-sglang test-lmcache tests quick nightly outdated test-vllm-next test-vllm-versions test-nfs test-triton test-jax mutants bench bench-check results check docs paper gpu gpu-tests \
 	gpu-packages gpu-vllm gpu-vllm-packages simulate simulate-mutants histories soak clean
 
 $(VENV)/demo.stamp: pyproject.toml $(PINS)
@@ -101,7 +103,7 @@ test-vllm-versions: $(NEXT_VLLM)/stamp  ## both vLLMs, steps in turn and overlap
 nightly: $(NEXT_VLLM)/stamp browser  ## all that CI leaves out: before an issue is closed, and every night
 	$(MAKE) check
 	KVKIT_NIGHTLY=1 $(PYTEST) $(addprefix --ignore=,$(ENGINES) $(CONNECTOR))
-	KVKIT_NIGHTLY=1 $(MAKE) test-vllm-versions test-nfs test-triton test-sglang test-jax
+	KVKIT_NIGHTLY=1 $(MAKE) test-vllm-versions test-nfs test-triton test-sglang test-lmcache test-jax
 	PYTHONPATH=$(NEXT_VLLM) $(PYTEST) -q $(filter-out $(ENGINES) $(CONNECTOR),$(wildcard tests/vllm_adapter/test_vllm_*.py))
 	$(MAKE) simulate SEEDS=20000
 
@@ -144,6 +146,13 @@ $(SGLANG)/stamp: | $(VENV)/dev.stamp
 
 test-sglang: $(SGLANG)/stamp  ## the storage backend with SGLang's own classes; its engine needs a GPU
 	PYTHONPATH=$(SGLANG) $(PYTEST) -q tests/sglang_adapter
+
+$(LMCACHE)/stamp: | $(VENV)/dev.stamp
+	$(PIP) --no-deps --upgrade --target $(@D) lmcache==$(LMCACHE_VERSION) aiofiles==25.1.0
+	touch $@
+
+test-lmcache: $(LMCACHE)/stamp  ## the L2 adapter as LMCache's server makes it
+	PYTHONPATH=$(LMCACHE) $(PYTEST) -q tests/lmcache_adapter
 
 test-jax: $(VENV)/dev.stamp  ## JAX arrays with newer JAX and jax-triton, where a Python for them is or can be had
 	$(BIN)/python tests/tools/newer_jax.py $(JAX) $(JAX_TRITON)

@@ -22,6 +22,7 @@ from typer.core import TyperGroup
 from typer.main import get_command
 
 import kvkit
+from kvkit.adapters.engine.tier_settings import PageSettings
 from kvkit.adapters.sglang.settings import StorageSettings
 from kvkit.adapters.vllm.settings import BlendSettings, Settings
 from kvkit.adapters.vllm_tier.settings import TierSettings
@@ -135,6 +136,7 @@ SETTINGS: dict[str, type[BaseModel]] = {
     "vllm_requests": RequestLimits,
     "vllm_tier": TierSettings,
     "sglang": StorageSettings,
+    "lmcache": PageSettings,
     "simulated_model": simulate.ModelConfig,
     "simulated_nodes": simulate.NodesConfig,
     "simulated_link": simulate.LinkConfig,

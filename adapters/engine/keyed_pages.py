@@ -88,25 +88,28 @@ class KeyedStore:
         """Bytes of the largest page."""
         return self.cache.layout.groups[0].k_size
 
-    def pages(self, page_bytes: int, determines: object) -> KeyedPages:
+    def pages(self, page_bytes: int, determines: object, **fields: str) -> KeyedPages:
         """Return the pages of one kind; opens nothing.
 
         Args:
             page_bytes: bytes of a page.
             determines: all that determines its bytes besides tokens and weights, such as layout and ranks:
                 plain data.
+            fields: `model`, `dtype`, `weights` or `salt`, if they differ from the store's.
 
         Raises `ConfigError` if a page is larger than the store's largest.
         """
-        layout = self._layout(page_bytes)
-        described = hashlib.sha256(canonical_json(determines)).hexdigest()[:32]
-        revision = f"{self._fields['revision']}+{described}"
-        namespace = self._config.namespace(layout, **self._fields | {"revision": revision})
         if page_bytes > self.largest_bytes:
             raise ConfigError(
                 f"page_bytes = {page_bytes}: this store was opened for pages of {self.largest_bytes}"
             )
-        return KeyedPages(self, layout, namespace)
+        layout = self._layout(page_bytes)
+        described = hashlib.sha256(canonical_json(determines)).hexdigest()[:32]
+        if "weights" in fields:
+            fields["revision"] = fields.pop("weights")
+        known = self._fields | fields
+        known["revision"] += f"+{described}"
+        return KeyedPages(self, layout, self._config.namespace(layout, **known))
 
     def close(self) -> None:
         """Finish pending work, then close the tiers, within the configured `shutdown_timeout_s` each."""
@@ -212,6 +215,12 @@ class KeyedPages:
             self.cache.store_chunks(chunks, pages, on_stored=lambda _, i: stored.add(i), on_done=done)
         except Closed:  # `done` was called
             return
+
+    def pin(self, keys: Sequence[bytes], seconds: float) -> None:
+        """Protect pages from eviction for some seconds, in tiers that can."""
+        chunks = self._chunks(keys)
+        for tier in self.cache.tiers:
+            self.cache.tier_set.pin(tier, chunks, seconds)
 
     def touch(self, keys: Sequence[bytes]) -> None:
         """Note that pages are used, for eviction; returns at once."""

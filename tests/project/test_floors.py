@@ -75,8 +75,9 @@ CLASS_LINES_AT_MOST, FUNCTION_LINES_AT_MOST = 300, 60
 EXCEPTED = {"kvkit/cache.py: Cache": 395}
 """The public class, a third of which is docstrings: 33 methods of at most 31 lines."""
 ROOM_LINES_AT_MOST = {
-    "adapters/engine": 1_700,
+    "adapters/engine": 1_750,
     "adapters/huggingface": 1_700,
+    "adapters/lmcache": 300,
     "adapters/sglang": 400,
     "adapters/vllm": 9_050,
     "adapters/vllm_tier": 350,
@@ -96,7 +97,7 @@ ROOM_LINES_AT_MOST = {
     "kvkit/transfer": 3_950,
 }
 """Lines of code by room, blank ones and docstrings included."""
-CORE_LINES_AT_MOST = 51_600
+CORE_LINES_AT_MOST = 51_900
 """Lines of all rooms but the laboratory."""
 KERNELS = re.compile(r"(?:triton\.|gluon\.|numba\.|_)?n?jit\b")
 """What decorates a function that Triton or numba compiles: its parameters are registers and pointers, as are
