@@ -22,6 +22,7 @@ from kvkit.adapters.engine import tier_settings
 from kvkit.adapters.engine.keyed_pages import KeyedPages, KeyedStore
 from kvkit.adapters.engine.tier_settings import PageSettings
 from kvkit.adapters.engine.weights import weights_of
+from kvkit.workers import Workers
 from lmcache.lmcache_native import Bitmap
 from lmcache.v1.distributed.api import MemoryLayoutDesc, ObjectKey
 from lmcache.v1.distributed.internal_api import L2StoreResult
@@ -31,6 +32,8 @@ from lmcache.v1.platform import create_event_notifier
 log = logging.getLogger(__name__)
 
 WHERE = "adapter_params: "
+THREADS = 4
+"""Threads for lookups and loads; they mostly wait for tiers."""
 LOCK_S = 60.0
 """Seconds for which a lookup protects what it found from eviction, unless it is unlocked before."""
 
@@ -57,7 +60,7 @@ class KVKitL2Adapter(L2AdapterInterface):  # type: ignore[misc]  # LMCache is no
         self._next_task = 0
         self._stores: list[KeyedStore] = []
         self._pages: dict[tuple[Any, ...], KeyedPages] = {}
-        self._closed = False
+        self._workers = Workers(THREADS, "kvkit-lmcache")
 
     def get_store_event_fd(self) -> int:
         """Return the descriptor that is signalled when a store has ended."""
@@ -152,7 +155,8 @@ class KVKitL2Adapter(L2AdapterInterface):  # type: ignore[misc]  # LMCache is no
     def close(self) -> None:
         """Finish what is under way and close the tiers. May be repeated."""
         with self._lock:
-            stores, self._stores, self._closed = self._stores, [], True
+            stores, self._stores = self._stores, []
+        self._workers.close(self._config.shutdown_timeout_s)
         for store in stores:
             store.close()
         for event in self._events.values():
@@ -179,7 +183,7 @@ class KVKitL2Adapter(L2AdapterInterface):  # type: ignore[misc]  # LMCache is no
                 log.exception("%s of %d objects failed", what, count)
             self._end(what, task, found)
 
-        threading.Thread(target=run, name=f"kvkit-lmcache-{what}", daemon=True).start()
+        self._workers.start(run, urgent=what == "load")
         return task
 
     def _by_kind(
