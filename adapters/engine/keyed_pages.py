@@ -8,6 +8,8 @@ be stored and found in any order. Tiers, policies, health and counters are those
 from __future__ import annotations
 
 import hashlib
+import itertools
+import threading
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -196,25 +198,41 @@ class KeyedPages:
     def store(self, keys: Sequence[bytes], memory: Pages, rows: ArrayLike, on_stored: OnStored) -> None:
         """Store pages that a target tier lacks, in the background.
 
-        The rows must not change until `on_stored` was called.
+        The rows must not change until `on_stored` was called. A store that is not complete after the cache's
+        `timeout_s`, because a tier hangs, counts as failed; what was copied by then is still stored.
         """
         chunks, stored = self._chunks(keys), set[int]()
+        reports = itertools.count()
+
+        def report(complete: bool) -> None:
+            if not next(reports):  # the first one counts
+                deadline.cancel()
+                on_stored(complete)
+
+        def end_late() -> None:
+            transfer.release_pages()
+            report(False)
 
         def check() -> None:
             unreported = [keys[i] for i in range(len(keys)) if i not in stored]
-            on_stored(not unreported or all(self._are_held(unreported)))
+            report(not unreported or all(self._are_held(unreported)))
 
         def done() -> None:
             try:
                 self._workers.start(check)  # a tier's thread must not wait for answers of tiers
             except Closed:
-                on_stored(False)
+                report(False)
 
+        deadline = threading.Timer(self.cache.timeout_s, end_late)
+        deadline.name, deadline.daemon = "kvkit-keyed-pages", True
         pages = SequencePages(memory, blocks=np.asarray(rows, np.int64))
         try:
-            self.cache.store_chunks(chunks, pages, on_stored=lambda _, i: stored.add(i), on_done=done)
+            transfer = self.cache.store_chunks(
+                chunks, pages, on_stored=lambda _, i: stored.add(i), on_done=done
+            )
         except Closed:  # `done` was called
             return
+        deadline.start()  # ends at once if it was cancelled before
 
     def pin(self, keys: Sequence[bytes], seconds: float) -> None:
         """Protect pages from eviction for some seconds, in tiers that can."""

@@ -22,6 +22,7 @@ from kvkit.adapters.engine import tier_settings
 from kvkit.adapters.engine.keyed_pages import KeyedPages, KeyedStore
 from kvkit.adapters.engine.tier_settings import PageSettings
 from kvkit.adapters.engine.weights import weights_of
+from kvkit.settings import ConfigError
 from kvkit.workers import Workers
 from lmcache.lmcache_native import Bitmap
 from lmcache.v1.distributed.api import MemoryLayoutDesc, ObjectKey
@@ -77,7 +78,12 @@ class KVKitL2Adapter(L2AdapterInterface):  # type: ignore[misc]  # LMCache is no
     def submit_store_task(self, keys: list[ObjectKey], objects: list[Any]) -> int:
         """Start storing objects; return the task's number."""
         task = self._begin()
-        by_kind = self._by_kind(keys, [_layout_of(each) for each in objects])
+        try:
+            by_kind = self._by_kind(keys, [_layout_of(each) for each in objects])
+        except ConfigError as error:
+            log.warning("%d objects are not stored: %s", len(keys), error)
+            self._end("store", task, L2StoreResult(False, 0))
+            return task
         waiting, failed = [len(by_kind)], list[bool]()
         size = sum(len(_bytes_of(each)) for each in objects)
 

@@ -72,7 +72,7 @@ class Pool:
             ended.set()
 
         self.pages.store(_encoded(keys), self.pages.memory(memory), range(len(keys)), stored)
-        ended.wait()  # the tiers' deadlines bound it
+        ended.wait()  # `store` has a deadline
         return complete == [True]
 
     def _load_each(
@@ -119,6 +119,11 @@ class KVKitHiCache(HiCacheStorage):  # type: ignore[misc]  # SGLang is not typed
     def register_mem_host_pool_v2(self, host_pool: Any, host_pool_name: Any) -> None:
         """Note a further pool, such as that of states or of a draft model."""
         self._hosts[str(host_pool_name)] = host_pool
+
+    def on_host_pools_registered(self) -> None:
+        """Open the tiers, so that SGLang learns here if one cannot be opened, and not in its threads."""
+        for name in self._hosts:
+            self._pool(name)
 
     def batch_exists(self, keys: list[str], extra_info: HiCacheStorageExtraInfo | None = None) -> int:
         """Return the length of the leading run of `keys` whose pages of keys and values are held."""

@@ -257,7 +257,7 @@ class _Job:
         self._ended.set()
 
     def wait(self) -> None:
-        """Wait for the end, which the tiers' deadlines bound."""
+        """Wait for the end; loads and stores have deadlines."""
         self._ended.wait()
 
     def result(self, chunk_bytes: int) -> JobResult:

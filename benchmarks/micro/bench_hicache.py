@@ -15,7 +15,8 @@ from typing import Any
 import pytest
 import torch
 
-from benchmarks.timing import forget, interleaved, ratio
+from benchmarks.batch_speeds import report_speeds
+from benchmarks.timing import forget, interleaved
 
 pytest.importorskip("sglang", reason="needs SGLang's Python files; `make test-sglang` fetches them")
 
@@ -105,24 +106,12 @@ def both(tmp_path: Path, page_bytes: int) -> Iterator[dict[str, Storage]]:
     found["kvkit"].backend.close()
 
 
-def report(benchmark: Any, times: dict[str, list[float]]) -> None:
-    compared = ratio(times, "kvkit", "SGLang's files")
-    benchmark.extra_info.update(
-        ratio_min=compared["min"], ratio_median=compared["median"], against="SGLang's file storage"
-    )
-    for name, seconds in times.items():
-        speed = BATCH_BYTES / min(seconds) / 1e9
-        benchmark.extra_info[name] = {"us": 1e6 * min(seconds), "GB/s": speed}
-        print(f"{name}: {1e3 * min(seconds):.1f} ms, {speed:.2f} GB/s")
-    print(f"ratio of minima {compared['min']:.2f}, of medians {compared['median']:.2f}")
-
-
 SIZES = pytest.mark.parametrize("page_bytes", [128 << 10, 2 << 20, 8 << 20], ids=["128KiB", "2MiB", "8MiB"])
 
 
 @SIZES
 def test_store(benchmark: Any, both: dict[str, Storage]) -> None:
-    """Of new pages; files of earlier batches are removed before."""
+    """Store new pages; files of earlier batches are removed before."""
 
     def empty() -> None:
         for storage in both.values():
@@ -131,7 +120,8 @@ def test_store(benchmark: Any, both: dict[str, Storage]) -> None:
 
     benchmark.pedantic(both["kvkit"].store, setup=empty, rounds=1)
     calls = {name: storage.store for name, storage in both.items()}
-    report(benchmark, interleaved(calls, 15 if benchmark.enabled else 1, warmup=1, before=empty))
+    times = interleaved(calls, 15 if benchmark.enabled else 1, warmup=1, before=empty)
+    report_speeds(benchmark, times, "kvkit", "SGLang's files", BATCH_BYTES)
 
 
 @SIZES
@@ -150,4 +140,5 @@ def test_load(benchmark: Any, both: dict[str, Storage]) -> None:
 
     benchmark.pedantic(both["kvkit"].load, setup=cold, rounds=1)
     calls = {name: storage.load for name, storage in both.items()}
-    report(benchmark, interleaved(calls, 15 if benchmark.enabled else 1, warmup=1, before=cold))
+    times = interleaved(calls, 15 if benchmark.enabled else 1, warmup=1, before=cold)
+    report_speeds(benchmark, times, "kvkit", "SGLang's files", BATCH_BYTES)

@@ -18,7 +18,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from benchmarks.timing import forget, interleaved, ratio
+from benchmarks.batch_speeds import report_speeds
+from benchmarks.timing import forget, interleaved
 
 pytest.importorskip("vllm")
 
@@ -120,18 +121,6 @@ def both(tmp_path: Path, chunk_bytes: int) -> Iterator[dict[str, Tier]]:
         each.tier.shutdown()
 
 
-def report(benchmark: Any, times: dict[str, list[float]]) -> None:
-    compared = ratio(times, "kvkit", "vLLM's fs")
-    benchmark.extra_info.update(
-        ratio_min=compared["min"], ratio_median=compared["median"], against="vLLM's fs tier"
-    )
-    for name, seconds in times.items():
-        speed = JOB_BYTES / min(seconds) / 1e9
-        benchmark.extra_info[name] = {"us": 1e6 * min(seconds), "GB/s": speed}
-        print(f"{name}: {1e3 * min(seconds):.1f} ms, {speed:.2f} GB/s")
-    print(f"ratio of minima {compared['min']:.2f}, of medians {compared['median']:.2f}")
-
-
 SIZES = pytest.mark.parametrize(
     "chunk_bytes", [128 << 10, 2 << 20, 32 << 20], ids=["128KiB", "2MiB", "32MiB"]
 )
@@ -139,7 +128,7 @@ SIZES = pytest.mark.parametrize(
 
 @SIZES
 def test_store(benchmark: Any, both: dict[str, Tier]) -> None:
-    """Of new chunks; files of earlier jobs are removed before."""
+    """Store new chunks; files of earlier jobs are removed before."""
 
     def empty() -> None:
         for tier in both.values():
@@ -151,7 +140,8 @@ def test_store(benchmark: Any, both: dict[str, Tier]) -> None:
     empty()
     benchmark.pedantic(both["kvkit"].store, setup=empty, rounds=1)
     calls = {name: tier.store for name, tier in both.items()}
-    report(benchmark, interleaved(calls, 15 if benchmark.enabled else 1, warmup=1, before=empty))
+    times = interleaved(calls, 15 if benchmark.enabled else 1, warmup=1, before=empty)
+    report_speeds(benchmark, times, "kvkit", "vLLM's fs", JOB_BYTES)
 
 
 @SIZES
@@ -170,4 +160,5 @@ def test_load(benchmark: Any, both: dict[str, Tier]) -> None:
 
     benchmark.pedantic(both["kvkit"].load, setup=cold, rounds=1)
     calls = {name: tier.load for name, tier in both.items()}
-    report(benchmark, interleaved(calls, 15 if benchmark.enabled else 1, warmup=1, before=cold))
+    times = interleaved(calls, 15 if benchmark.enabled else 1, warmup=1, before=cold)
+    report_speeds(benchmark, times, "kvkit", "vLLM's fs", JOB_BYTES)

@@ -251,6 +251,37 @@ def test_a_store_that_no_tier_takes_says_so(tmp_path: Path) -> None:
         assert not any(pages.held(KEYS[:2]))
 
 
+def test_a_store_into_a_tier_that_hangs_ends_in_time(tmp_path: Path) -> None:
+    """It counts as failed, once, and the rows are free: nothing reads them any more."""
+    config = load_config(staging="1MiB", timeout_s=0.2, tiers={"disk": {"url": str(tmp_path)}})
+    opens, answers, ended = threading.Event(), list[bool](), threading.Event()
+
+    def on_stored(complete: bool) -> None:
+        answers.append(complete)
+        ended.set()
+
+    with KeyedStore(config, BYTES, **WHOSE) as store:
+        tier: Any = store.cache.tiers["disk"]
+        write = tier.write
+
+        def hang(name: str, record: memoryview) -> None:
+            opens.wait(DEADLINE_S)
+            write(name, record)
+
+        tier.write = hang
+        pages, source = store.pages(BYTES, LAYOUT), memory(1)
+        pages.store(KEYS[:2], pages.memory(source), range(2), on_stored)
+        assert ended.wait(DEADLINE_S)
+        wanted = source[:2].clone()
+        source.zero_()
+        opens.set()
+        store.cache.flush(DEADLINE_S)
+        assert answers == [False]
+        count, target = load(pages, KEYS[:2], range(2))
+        assert count == 2
+        assert torch.equal(target[:2], wanted)
+
+
 def test_one_of_two_tiers_is_enough(tmp_path: Path) -> None:
     full = {"url": str(tmp_path / "full"), "capacity": "4KiB"}
     with opened(tmp_path, {"full": full, "disk": {"url": str(tmp_path / "disk")}}) as pages:

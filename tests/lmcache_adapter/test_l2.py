@@ -141,7 +141,7 @@ def test_a_damaged_object_is_missing(adapter: Adapter, tmp_path: Path) -> None:
 
 
 def test_lmcaches_own_files_give_a_damaged_object_back(tmp_path: Path) -> None:
-    """What the page says of them."""
+    """The page says so."""
     from lmcache.v1.distributed.l2_adapters.fs_l2_adapter import FSL2Adapter, FSL2AdapterConfig
 
     own = FSL2Adapter(FSL2AdapterConfig(str(tmp_path)))
@@ -184,7 +184,7 @@ def test_other_layouts_and_weights_find_nothing(adapter: Adapter, tmp_path: Path
 
 
 def test_objects_of_several_kinds_in_one_task(adapter: Adapter) -> None:
-    """Of two groups with other sizes, the larger one later."""
+    """Two groups have other sizes, and the larger one comes later."""
     large = torch.Size([2, 6, 16, 64])
     mixed = [*keys(2), *keys(2, object_group_id=1)]
     given = [*objects(2, seed=1), *objects(2, seed=2, shape=large)]

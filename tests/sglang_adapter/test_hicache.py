@@ -30,7 +30,7 @@ BACKEND = {"module_path": "kvkit.adapters.sglang.hicache", "class_name": "KVKitH
 
 
 class Host:
-    """What HiCache's host pools show to a storage backend, in two of their layouts."""
+    """Show a storage what HiCache's host pools show, in two of their layouts."""
 
     page_size, layer_num, start_layer, storage_format_tag = PAGE, LAYERS, 0, None
 
@@ -199,7 +199,7 @@ def test_ranks_share_latents(tmp_path: Path) -> None:
 
 
 def test_pools_have_pages_of_their_own(tmp_path: Path) -> None:
-    """Of their own size; what can be restored follows each pool's policy."""
+    """Pages have their pool's size, and what can be restored follows its policy."""
     kv, states = Host(), Host(layers=1)
     backend = opened(tmp_path, kv)
     backend.register_mem_host_pool_v2(states, PoolName.MAMBA)
