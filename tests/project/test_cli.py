@@ -25,7 +25,7 @@ from kvkit.environment import DISTRIBUTION, version_of
 def script(*arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
     """The installed command, in a process of its own."""
     command = [str(Path(sys.executable).parent / "kvkit"), *arguments]
-    return subprocess.run(command, capture_output=True, text=True, timeout=60, env=os.environ | environment)
+    return subprocess.run(command, capture_output=True, text=True, timeout=200, env=os.environ | environment)
 
 
 @pytest.mark.parametrize(
@@ -71,7 +71,7 @@ def test_a_command_of_the_core_loads_nothing_of_the_laboratory(command: str) -> 
         "import sys; from kvkit.cli import app; app([sys.argv[1], '--help'], standalone_mode=False); "
         "print([name for name in sys.modules if name.startswith('kvkit.lab')])"
     )
-    done = subprocess.run([sys.executable, "-c", code, command], capture_output=True, text=True, timeout=60)
+    done = subprocess.run([sys.executable, "-c", code, command], capture_output=True, text=True, timeout=200)
     assert done.stdout.splitlines()[-1] == "[]", done.stderr
 
 

@@ -82,7 +82,7 @@ def fetch() -> Path:
 def unpack(packed: Path, folder: Path) -> None:
     """Decompress the browser, its libraries and its fonts into `folder`."""
     for path in sorted(packed.glob("*.br")):
-        subprocess.run(["node", "-e", DECOMPRESS, path, folder / path.stem], check=True, timeout=100)
+        subprocess.run(["node", "-e", DECOMPRESS, path, folder / path.stem], check=True, timeout=200)
         if path.stem.endswith(".tar"):
             with tarfile.open(folder / path.stem) as archive:
                 archive.extractall(folder, filter="data")

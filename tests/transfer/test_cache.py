@@ -463,7 +463,7 @@ with open_cache(engine, None, memory_slots=0, extra=[hung], timeout_s=1.0) as ca
 print("closed")
 """
     done = subprocess.run(
-        [sys.executable, "-c", script], capture_output=True, text=True, timeout=60, check=False
+        [sys.executable, "-c", script], capture_output=True, text=True, timeout=200, check=False
     )
     assert done.stdout == "closed\n", done.stderr
 
