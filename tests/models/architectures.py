@@ -55,6 +55,7 @@ class Architecture:
         change: what is done to the saved model's folder.
         chunk_tokens: that fit vLLM's blocks.
         tolerance: of log-probabilities that are to be the same.
+        rounds: activations have 8 bits: a difference in the last bit of a float becomes one of a hundredth.
         alone: whether prompts come one after the other: in a batch plain vLLM answers otherwise.
         image: pixels of the side of an image that prompts begin with; None: there is none.
     """
@@ -68,6 +69,7 @@ class Architecture:
     change: Callable[[Path], None] | None = None
     chunk_tokens: int = 128
     tolerance: float = 1e-3
+    rounds: bool = False
     alone: bool = False
     image: int | None = None
 
@@ -116,6 +118,7 @@ ARCHITECTURES = {
         lambda: transformers.Qwen2Config(**GQA, **SPECIAL),
         "biases; weights of 8 bits",
         change=to_int8,
+        rounds=True,
     ),
     "Qwen3": Architecture(lambda: transformers.Qwen3Config(**SIZED, **SPECIAL), "queries and keys normed"),
     "Qwen3-MoE": Architecture(
