@@ -154,6 +154,13 @@ class KeyedPages:
         """
         return Pages.of(self._format.group, [pages])
 
+    def scattered(self, pages: Sequence[torch.Tensor]) -> tuple[Pages, NDArray[np.int64]]:
+        """Describe pages of the engine that lie anywhere in memory, and return the row of each.
+
+        See `kvkit.kernels.pages.memory.Pages.scattered`.
+        """
+        return Pages.scattered(self._format.group, pages)
+
     def held(self, keys: Sequence[bytes]) -> list[bool]:
         """Return for each key whether a tier holds its page. A tier that fails counts as empty."""
         chunks, tiers = self._chunks(keys), self.cache.tier_set

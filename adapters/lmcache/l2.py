@@ -85,7 +85,7 @@ class KVKitL2Adapter(L2AdapterInterface):  # type: ignore[misc]  # LMCache is no
             self._end("store", task, L2StoreResult(False, 0))
             return task
         waiting, failed = [len(by_kind)], list[bool]()
-        size = sum(len(_bytes_of(each)) for each in objects)
+        size = sum(len(each.byte_array) for each in objects)
 
         def stored(complete: bool) -> None:
             with self._lock:
@@ -98,9 +98,8 @@ class KVKitL2Adapter(L2AdapterInterface):  # type: ignore[misc]  # LMCache is no
         if not by_kind:
             self._end("store", task, L2StoreResult(True, 0))
         for pages, indices in by_kind:
-            memory = torch.stack([_bytes_of(objects[i]) for i in indices])
-            chosen = [keys[i].chunk_hash for i in indices]
-            pages.store(chosen, pages.memory(memory), range(len(indices)), stored)
+            memory, rows = pages.scattered([_bytes_of(objects[i]) for i in indices])
+            pages.store([keys[i].chunk_hash for i in indices], memory, rows, stored)
         return task
 
     def pop_completed_store_tasks(self) -> dict[int, L2StoreResult]:
@@ -141,14 +140,13 @@ class KVKitL2Adapter(L2AdapterInterface):  # type: ignore[misc]  # LMCache is no
 
         def load(found: Bitmap) -> None:
             for pages, indices in self._by_kind(keys, layouts):
-                memory = torch.empty(len(indices), pages.page_bytes, dtype=torch.uint8)
-                target, first = pages.memory(memory), 0
+                target, rows = pages.scattered([_bytes_of(objects[i]) for i in indices])
+                first = 0
                 chosen = [keys[i].chunk_hash for i in indices]
                 while first < len(indices):
-                    count = pages.load(chosen[first:], target, range(first, len(indices)))
-                    for row in range(first, first + count):
-                        _bytes_of(objects[indices[row]]).copy_(memory[row])
-                        found.set(indices[row])
+                    count = pages.load(chosen[first:], target, rows[first:])
+                    for i in indices[first : first + count]:
+                        found.set(i)
                     first += count + 1  # the object after these is missing
 
         return self._start("load", len(keys), load)

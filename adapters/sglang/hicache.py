@@ -63,8 +63,10 @@ class Pool:
         return self._load_each(keys, memory, place)
 
     def write(self, keys: Sequence[str], pages: Sequence[torch.Tensor]) -> bool:
-        """Store pages; return whether a tier has each of them."""
-        memory = torch.stack([page.contiguous().view(-1).view(torch.uint8) for page in pages])
+        """Store pages of any shape; return whether a tier has each of them."""
+        memory = torch.empty(len(keys), self.page_bytes, dtype=torch.uint8)
+        for row, page in zip(memory, pages, strict=True):
+            row.view(page.dtype).view(page.shape).copy_(page)
         ended, complete = threading.Event(), list[bool]()
 
         def stored(all_of_them: bool) -> None:
@@ -161,7 +163,7 @@ class KVKitHiCache(HiCacheStorage):  # type: ignore[misc]  # SGLang is not typed
         """Store pages of each transfer's pool."""
 
         def write(pool: Pool, keys: Sequence[str], at: Sequence[int]) -> list[bool]:
-            done = pool.write(keys, [pool.host.get_data_page(index, flat=True) for index in at])
+            done = pool.write(keys, [pool.host.get_data_page(index, flat=False) for index in at])
             return [done] * len(keys)
 
         return {transfer.name: self._moved(transfer, write) for transfer in transfers}

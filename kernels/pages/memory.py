@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import ctypes
+import math
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar
@@ -135,6 +137,32 @@ class Pages:
         if len(set(pages.table[:, 3])) < len(parts):
             raise LaunchError("tensors: two of them start at the same address")
         return pages
+
+    @staticmethod
+    def scattered(group: LayerGroup, pages: Sequence[torch.Tensor]) -> tuple[Pages, NDArray[np.int64]]:
+        """Describe opaque pages of a CPU's memory that lie anywhere in it, without copying or writing it.
+
+        Args:
+            pages: uint8 [page_bytes] each. They must outlive what is returned, which does not own them.
+
+        Returns:
+            pages, and the block of each tensor, int64 [pages]. A block begins at each multiple of the
+            tensors' alignment, so blocks overlap: only those that are returned may be moved.
+
+        Raises:
+            LaunchError: the group has several layers, or a tensor does not fit it.
+        """
+        for i, page in enumerate(pages):
+            if page.shape != (group.page_bytes,) or page.dtype != torch.uint8 or page.device.type != "cpu":
+                found = f"{page.dtype} {tuple(page.shape)} on {page.device}"
+                raise LaunchError(f"pages[{i}]: {found}, want uint8 [{group.page_bytes}] on a CPU")
+        starts, size = np.array([page.data_ptr() for page in pages], np.int64), len(pages[0])
+        offsets = starts - starts.min()
+        step = math.gcd(*offsets.tolist()) or size
+        memory = (ctypes.c_uint8 * (int(offsets.max()) + size)).from_address(int(starts.min()))
+        whole = torch.frombuffer(memory, dtype=torch.uint8)
+        blocks = whole.as_strided((int(offsets.max()) // step + 1, 1, 1, size), (step, size, size, 1))
+        return Pages._made(group, [Part(0, 0, blocks)], None), offsets // step
 
     def copied(self, blocks: NDArray[np.int64]) -> Pages:
         """Return a copy of only `blocks`, int64 [n], on the host: they become blocks 0 to n - 1."""

@@ -96,6 +96,33 @@ def test_pages_come_back_in_any_order_to_any_rows(tmp_path: Path, kind: str) -> 
         pages.cache.check_integrity()
 
 
+@given(st.lists(st.integers(0, 700), min_size=1, max_size=ROWS), st.sampled_from([1, 2, 16, 64]))
+def test_pages_come_back_that_lie_anywhere_in_memory(gaps: list[int], step: int) -> None:
+    """In a store and a load they lie at other places; the memory between them stays as it was."""
+    with opened(Path("unused"), {"ram": {"url": "memory://", "capacity": "1MiB"}}) as pages:
+        source, target = (torch.full((ROWS * (BYTES + 64 * 701),), 7, dtype=torch.uint8) for _ in range(2))
+        ends = list(itertools.accumulate((BYTES + step * gap for gap in gaps), initial=0))
+        there = [source[end - BYTES : end] for end in ends[1:]]
+        for page, row in zip(there, memory(1), strict=False):
+            page.copy_(row)
+        where, rows = pages.scattered(there)
+        ended = threading.Event()
+        pages.store(KEYS[: len(there)], where, rows, lambda complete: ended.set() if complete else None)
+        assert ended.wait(DEADLINE_S)
+        here = [target[start : start + BYTES] for start in ends[:-1]][::-1]
+        where, rows = pages.scattered(here)
+        assert pages.load(KEYS[: len(here)], where, rows) == len(here)
+        assert all(map(torch.equal, here, there))
+        for page in here:
+            page.fill_(7)
+        assert (target == 7).all()
+
+
+def test_pages_anywhere_in_memory_are_refused_that_do_not_fit(pages: KeyedPages) -> None:
+    with pytest.raises(LaunchError, match=r"pages\[1\]: torch.uint8 \(4999,\) on cpu, want uint8 \[5000\]"):
+        pages.scattered([memory()[0], memory()[0, 1:]])
+
+
 def test_a_restart_finds_them(tmp_path: Path) -> None:
     with opened(tmp_path) as pages:
         assert store_pages(pages, KEYS, memory(1), range(ROWS))

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import select
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -13,98 +11,18 @@ import torch
 
 pytest.importorskip("lmcache", reason="needs LMCache's files; `make test-lmcache` runs it")
 
-from lmcache.v1.distributed.api import MemoryLayoutDesc, ObjectKey
-from lmcache.v1.distributed.l2_adapters.plugin_l2_adapter import (
-    PluginL2AdapterConfig,
-    _create_plugin_adapter,
-)
-from lmcache.v1.memory_management import MemoryFormat, MemoryObjMetadata, TensorMemoryObj
+from lmcache.v1.distributed.api import MemoryLayoutDesc
+from lmcache_l2 import DTYPE, HASHES, LAYOUTS, SHAPE, Adapter, objects, same
+from lmcache_l2 import some_keys as keys
 
 from kvkit.settings import ConfigError
-from kvkit.tiers.testing.contract import DEADLINE_S
-
-SHAPE, DTYPE = torch.Size([2, 3, 16, 64]), torch.bfloat16
-LAYOUTS = {0: MemoryLayoutDesc([SHAPE], [DTYPE])}
-HASHES = [os.urandom(32) for _ in range(12)]
-
-
-def keys(count: int, first: int = 0, **changes: Any) -> list[ObjectKey]:
-    fields = {"model_name": "org/model", "kv_rank": 0} | changes
-    return [ObjectKey(chunk_hash=each, **fields) for each in HASHES[first : first + count]]
-
-
-def objects(count: int, seed: int | None = None, shape: torch.Size = SHAPE) -> list[TensorMemoryObj]:
-    """LMCache's own objects; without a seed all bytes are 7."""
-    size = shape.numel() * DTYPE.itemsize
-    found = []
-    for i in range(count):
-        if seed is None:
-            raw = torch.full((size,), 7, dtype=torch.uint8)
-        else:
-            generator = torch.Generator().manual_seed(seed * 100 + i)
-            raw = torch.randint(0, 256, (size,), dtype=torch.uint8, generator=generator)
-        about = MemoryObjMetadata(shape, DTYPE, raw.data_ptr(), size, 1, fmt=MemoryFormat.KV_2LTD)
-        about.shapes, about.dtypes = [shape], [DTYPE]
-        found.append(TensorMemoryObj(raw, about, None))
-    return found
-
-
-def same(one: TensorMemoryObj, other: TensorMemoryObj) -> bool:
-    return bytes(one.byte_array) == bytes(other.byte_array)
-
-
-class Adapter:
-    """The adapter as LMCache makes it, and its tasks one after another."""
-
-    def __init__(self, folder: Path, **params: Any) -> None:
-        kvkit = {"staging": "2MiB", "timeout_s": 5, "tiers": {"disk": {"url": str(folder)}}}
-        config = PluginL2AdapterConfig(
-            "kvkit.adapters.lmcache.l2", "KVKitL2Adapter", {"kvkit": kvkit, "identity": "w"} | params
-        )
-        self.l2: Any = _create_plugin_adapter(config)
-
-    @staticmethod
-    def around(l2: Any) -> Adapter:
-        """Another L2 of LMCache's, to be asked in the same way."""
-        found = object.__new__(Adapter)
-        found.l2 = l2
-        return found
-
-    def wait(self, descriptor: int) -> None:
-        assert select.select([descriptor], [], [], DEADLINE_S)[0]
-        os.read(descriptor, 8)
-
-    def store(self, wanted: list[ObjectKey], given: list[TensorMemoryObj]) -> Any:
-        task = self.l2.submit_store_task(wanted, given)
-        self.wait(self.l2.get_store_event_fd())
-        (found,) = self.l2.pop_completed_store_tasks().items()
-        assert found[0] == task
-        assert self.l2.pop_completed_store_tasks() == {}
-        return found[1]
-
-    def lookup(self, wanted: list[ObjectKey], layouts: Any = None) -> list[bool]:
-        task = self.l2.submit_lookup_and_lock_task(wanted, LAYOUTS if layouts is None else layouts)
-        self.wait(self.l2.get_lookup_and_lock_event_fd())
-        found = self.l2.query_lookup_and_lock_result(task)
-        assert self.l2.query_lookup_and_lock_result(task) is None
-        self.l2.submit_unlock(wanted)
-        return [found.test(i) for i in range(len(wanted))]
-
-    def load(self, wanted: list[ObjectKey], targets: list[TensorMemoryObj]) -> list[bool]:
-        task = self.l2.submit_load_task(wanted, targets)
-        self.wait(self.l2.get_load_event_fd())
-        found = self.l2.query_load_result(task)
-        return [found.test(i) for i in range(len(wanted))]
-
-    def close(self) -> None:
-        self.l2.close()
 
 
 @pytest.fixture
 def adapter(tmp_path: Path) -> Iterator[Adapter]:
     found = Adapter(tmp_path)
     yield found
-    found.close()
+    found.shutdown()
 
 
 def test_objects_come_back(adapter: Adapter, tmp_path: Path) -> None:
@@ -121,7 +39,7 @@ def test_objects_come_back(adapter: Adapter, tmp_path: Path) -> None:
         assert each.load(wanted, targets) == [True, False, True, True]
         assert [same(targets[i], given[n]) for i, n in ((0, 5), (2, 0), (3, 1))] == [True] * 3
         assert bytes(targets[1].byte_array) == b"\x07" * len(targets[1].byte_array)
-    later.close()
+    later.shutdown()
 
 
 def flip(file: Path) -> None:
@@ -153,7 +71,7 @@ def test_lmcaches_own_files_give_a_damaged_object_back(tmp_path: Path) -> None:
     assert peer.load(keys(1), targets) == [True]
     assert not same(targets[0], given)
     assert not own.supports_global_eviction
-    peer.close()
+    peer.shutdown()
 
 
 @pytest.mark.parametrize(
@@ -180,7 +98,7 @@ def test_other_layouts_and_weights_find_nothing(adapter: Adapter, tmp_path: Path
     assert adapter.lookup(keys(2), {}) == [False, False]
     other = Adapter(tmp_path, identity="v")
     assert other.lookup(keys(2)) == [False, False]
-    other.close()
+    other.shutdown()
 
 
 def test_objects_of_several_kinds_in_one_task(adapter: Adapter) -> None:
@@ -201,7 +119,7 @@ def test_a_store_that_no_tier_takes_fails(tmp_path: Path) -> None:
     adapter = Adapter(tmp_path, kvkit=tiers)
     assert not adapter.store(keys(2), objects(2, seed=1)).is_successful()
     assert adapter.store([], []).is_successful()
-    adapter.close()
+    adapter.shutdown()
 
 
 @pytest.mark.parametrize(

@@ -83,7 +83,7 @@ ROOM_LINES_AT_MOST = {
     "adapters/vllm_tier": 350,
     "kernels": 380,
     "kernels/attention": 4_550,
-    "kernels/pages": 3_350,
+    "kernels/pages": 3_360,
     "kernels/tuning": 3_700,
     "kvkit": 2_100,
     "kvkit/blend": 1_500,
@@ -97,7 +97,7 @@ ROOM_LINES_AT_MOST = {
     "kvkit/transfer": 3_950,
 }
 """Lines of code by room, blank ones and docstrings included."""
-CORE_LINES_AT_MOST = 51_900
+CORE_LINES_AT_MOST = 52_200
 """Lines of all rooms but the laboratory."""
 KERNELS = re.compile(r"(?:triton\.|gluon\.|numba\.|_)?n?jit\b")
 """What decorates a function that Triton or numba compiles: its parameters are registers and pointers, as are

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -13,72 +12,10 @@ import torch
 
 pytest.importorskip("sglang", reason="needs SGLang's Python files; `make test-sglang` runs it")
 
-from sglang.srt.mem_cache.hicache_storage import (
-    HiCacheFile,
-    HiCacheStorageConfig,
-    PoolHitPolicy,
-    PoolName,
-    PoolTransfer,
-)
-from sglang.srt.mem_cache.storage.backend_factory import StorageBackendFactory
+from hicache import KEYS, PAGE, PAGES, Host, at, config, opened, transfer
+from sglang.srt.mem_cache.hicache_storage import HiCacheFile, PoolHitPolicy, PoolName, PoolTransfer
 
 from kvkit.settings import ConfigError
-
-PAGES, PAGE, LAYERS, HEADS, SIZE = 16, 4, 2, 2, 8
-KEYS = [os.urandom(32).hex() for _ in range(PAGES)]
-BACKEND = {"module_path": "kvkit.adapters.sglang.hicache", "class_name": "KVKitHiCache", "backend_name": "k"}
-
-
-class Host:
-    """Show a storage what HiCache's host pools show, in two of their layouts."""
-
-    page_size, layer_num, start_layer, storage_format_tag = PAGE, LAYERS, 0, None
-
-    def __init__(
-        self, layout: str = "page_first", dtype: torch.dtype = torch.bfloat16, layers: int = LAYERS
-    ) -> None:
-        self.layout, self.dtype, self.layer_num = layout, dtype, layers
-        tokens = PAGES * PAGE
-        shape = (2, layers, tokens) if layout == "layer_first" else (2, tokens, layers)
-        self.buffer = torch.randn(*shape, HEADS, SIZE).to(dtype)
-
-    def _page(self, index: int) -> Any:
-        part = slice(index, index + PAGE)
-        return (slice(None), slice(None), part) if self.layout == "layer_first" else (slice(None), part)
-
-    def get_data_page(self, index: int, flat: bool = True) -> torch.Tensor:
-        return self.buffer[self._page(index)].flatten()
-
-    def get_dummy_flat_data_page(self) -> torch.Tensor:
-        return torch.zeros(2 * self.layer_num * PAGE * HEADS * SIZE, dtype=self.dtype)
-
-    def set_from_flat_data_page(self, index: int, page: torch.Tensor) -> None:
-        target = self.buffer[self._page(index)]
-        target.copy_(page.view(target.shape))
-
-    def page(self, number: int) -> torch.Tensor:
-        return self.get_data_page(number * PAGE).clone()
-
-
-def config(folder: Path, **changes: Any) -> HiCacheStorageConfig:
-    kvkit = {"staging": "1MiB", "timeout_s": 5, "tiers": {"disk": {"url": str(folder)}}}
-    extra = BACKEND | {"kvkit": kvkit, "identity": "w"} | changes.pop("extra", {})
-    fields = {
-        **dict.fromkeys(("tp_rank", "pp_rank", "attn_cp_rank"), 0),
-        **dict.fromkeys(("tp_size", "pp_size", "attn_cp_size"), 1),
-        **dict.fromkeys(("is_mla_model", "enable_storage_metrics"), False),
-        "is_page_first_layout": True,
-        "model_name": "org/model",
-    }
-    return HiCacheStorageConfig(**fields | changes, extra_config=extra)
-
-
-def opened(folder: Path, host: Any = None, **changes: Any) -> Any:
-    """The backend as SGLang makes it."""
-    host = host or Host()
-    backend = StorageBackendFactory.create_backend("dynamic", config(folder, **changes), host)
-    backend.register_mem_pool_host(host)
-    return backend
 
 
 @pytest.fixture(params=["page_first", "layer_first"])
@@ -92,14 +29,6 @@ def backend(tmp_path: Path, host: Host) -> Iterator[Any]:
     found = opened(tmp_path, host)
     yield found
     found.close()
-
-
-def at(*pages: int) -> torch.Tensor:
-    return torch.cat([torch.arange(PAGE) + PAGE * page for page in pages])
-
-
-def transfer(keys: list[str], pages: torch.Tensor, pool: Any = PoolName.KV, **more: Any) -> PoolTransfer:
-    return PoolTransfer(pool, host_indices=pages, keys=keys, **more)
 
 
 def test_pages_come_back_by_the_calls_for_pools(backend: Any, host: Host, tmp_path: Path) -> None:
