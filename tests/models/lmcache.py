@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from importlib.metadata import distributions
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from models.architectures import Architecture
 from models.ways import Visit
@@ -25,13 +25,13 @@ class LMCacheVisit(Visit):
     """As `Visit`, with LMCache's server in the place of kvkit's tiers.
 
     Args:
-        ports: of the server: of its engines, and of HTTP.
+        server: which it asks.
     """
 
     def __init__(
-        self, engine: Engine, other: Engine, architecture: Architecture, folder: Path, ports: tuple[int, int]
+        self, engine: Engine, other: Engine, architecture: Architecture, folder: Path, server: Server
     ) -> None:
-        self._ports = ports
+        self._server = server
         super().__init__(engine, other, architecture, folder)
         self.loaded("")  # it counts from now on
 
@@ -43,14 +43,14 @@ class LMCacheVisit(Visit):
             "kv_load_failure_policy": "recompute",
             "kv_connector_extra_config": {
                 "lmcache.mp.host": "tcp://127.0.0.1",
-                "lmcache.mp.port": self._ports[0],
+                "lmcache.mp.port": self._server.port,
                 "lmcache.mp.save_decode_cache": True,
             },
         }
 
     def forget_memory(self) -> None:
         request = urllib.request.Request(
-            f"http://127.0.0.1:{self._ports[1]}/cache/clear",
+            f"http://127.0.0.1:{self._server.http_port}/cache/clear",
             json.dumps({}).encode(),
             {"Content-Type": "application/json"},
         )
@@ -81,8 +81,9 @@ def brought(_: Any) -> int:
 
 
 def environment() -> dict[str, str]:
-    """Of processes that find LMCache in the folder that `KVKIT_PEERS` names."""
-    package = str(Path(os.environ["KVKIT_PEERS"]) / "lmcache")
+    """Of processes that find LMCache in the folder that `KVKIT_PEERS` names, or where this one does."""
+    peers = os.environ.get("KVKIT_PEERS")
+    package = None if peers is None else str(Path(peers) / "lmcache")
     path = os.pathsep.join(filter(None, [package, os.environ.get("PYTHONPATH")]))
     return {"PYTHONPATH": path, "PYTHONHASHSEED": "0", "LMCACHE_TRACK_USAGE": "false", "DO_NOT_TRACK": "1"}
 
@@ -93,16 +94,24 @@ def version() -> str:
     return found.version
 
 
+class Server(NamedTuple):
+    """LMCache's server: its ports for engines and for HTTP, and its process."""
+
+    port: int
+    http_port: int
+    pid: int
+
+
 @contextmanager
-def lmcache_server(folder: Path, chunk_tokens: int) -> Iterator[tuple[int, int]]:
-    """The ports of one with memory and a folder."""
+def lmcache_server(folder: Path, chunk_tokens: int, l2: Settings | None = None) -> Iterator[Server]:
+    """One with memory and an L2, LMCache\'s own files if none is given."""
     ports = free_port(), free_port()
     command = [sys.executable, "-m", "lmcache.v1.multiprocess.http_server", "--host", "127.0.0.1"]
     command += ["--port", str(ports[0]), "--http-host", "127.0.0.1", "--http-port", str(ports[1])]
     command += ["--shm-name", f"zoo-{ports[0]}", "--l1-size-gb", "1", "--no-l1-use-lazy"]
     command += ["--chunk-size", str(chunk_tokens), "--eviction-policy", "LRU", "--disable-metrics"]
     command += ["--supported-transfer-mode", "engine_driven"]  # the only one without a GPU
-    command += ["--l2-adapter", json.dumps({"type": "fs", "base_path": str(folder / "l2")})]
+    command += ["--l2-adapter", json.dumps(l2 or {"type": "fs", "base_path": str(folder / "l2")})]
 
     def serves() -> bool:
         try:
@@ -111,5 +120,5 @@ def lmcache_server(folder: Path, chunk_tokens: int) -> Iterator[tuple[int, int]]
         except OSError:
             return False
 
-    with serving("lmcache", command, os.environ | environment(), folder, serves):
-        yield ports
+    with serving("lmcache", command, os.environ | environment(), folder, serves) as process:
+        yield Server(*ports, process.pid)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 import os
 import shutil
 import signal
@@ -13,35 +12,18 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from mooncake_libraries import library_path
 from repository import ROOT, SUPPORT
 
 from kvkit.staging import Staging
 from kvkit.tiers.mooncake import MooncakeTier
 from kvkit.tiers.settings import TierConfig, open_tier
 
-LIBRARY = "libibverbs.so.1"
 TOOLS = ("ip", "unshare")
 
 
-@pytest.fixture
-def library_path(tmp_path: Path) -> str:
-    """What LD_LIBRARY_PATH must be for Mooncake: where the system has no libibverbs, NIXL brings one."""
-    given = os.environ.get("LD_LIBRARY_PATH", "")
-    try:
-        ctypes.CDLL(LIBRARY)
-    except OSError:
-        spec = find_spec("nixl_cu12")
-        if spec is None or spec.origin is None:
-            pytest.skip(f"there is no {LIBRARY}: apt-get install libibverbs1")
-        libraries = Path(spec.origin).parent.with_name("nixl_cu12.libs")
-        (found,) = libraries.glob("libibverbs-*.so*")
-        (tmp_path / LIBRARY).symlink_to(found)
-        return f"{tmp_path}:{libraries}:{given}"
-    return given
-
-
 @pytest.mark.nightly
-def test_in_a_network_of_its_own(library_path: str) -> None:
+def test_in_a_network_of_its_own(tmp_path: Path) -> None:
     """tests/support/mooncake_suite.py, in a process of its own. It takes root and iproute2."""
     if find_spec("mooncake") is None:
         assert not os.environ.get("CI"), "Mooncake is missing: `make test` installs it"
@@ -52,6 +34,7 @@ def test_in_a_network_of_its_own(library_path: str) -> None:
     alone = ["unshare", "--net", "sh", "-c", 'ip link set lo up && exec "$@"', "sh"]
     if subprocess.run([*alone, "true"], capture_output=True, check=False).returncode:
         pytest.skip("this kernel, or its container, makes no network namespace")
+    libraries = library_path(tmp_path)
     for _ in range(2):  # its library aborts, rarely, once a stranger's connection is gone: not ours to mend
         done = subprocess.run(
             [
@@ -65,7 +48,7 @@ def test_in_a_network_of_its_own(library_path: str) -> None:
                 SUPPORT / "mooncake_suite.py",
             ],
             cwd=ROOT,
-            env=os.environ | {"LD_LIBRARY_PATH": library_path, "MC_LOG_LEVEL": "ERROR"},
+            env=os.environ | {"LD_LIBRARY_PATH": libraries, "MC_LOG_LEVEL": "ERROR"},
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,

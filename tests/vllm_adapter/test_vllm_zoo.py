@@ -139,12 +139,12 @@ def measure_lmcache(name: str, folder: Path) -> Settings:
     if architecture.broken:
         return {"absent": "vLLM itself fails"}
     with (
-        lmcache_server(folder, architecture.chunk_tokens) as ports,
+        lmcache_server(folder, architecture.chunk_tokens) as server,
         Engine(**environment()) as engine,
         Engine() as other,
     ):
         try:
-            visit = LMCacheVisit(engine, other, architecture, folder, ports)
+            visit = LMCacheVisit(engine, other, architecture, folder, server)
         except AssertionError as error:
             return {"refused": reason(error)}
         return {"ways": {way: visit.go(way) for way in WAYS if way != "P to D"}}
