@@ -140,6 +140,12 @@ class Offloading:
         self.manager.shutdown()
 
 
+def attacked(folder: Path, **disk: Any) -> Offloading:
+    """One whose tier is a folder."""
+    tiers = {"disk": {"url": str(folder)} | disk}
+    return Offloading(folder, kvkit={"staging": "2MiB", "timeout_s": DEADLINE_S, "tiers": tiers})
+
+
 def kv(key: OffloadKey) -> np.ndarray[Any, np.dtype[np.uint8]]:
     """The KV of a chunk: bytes that its key decides."""
     return np.random.default_rng(list(key)).integers(0, 256, BYTES, np.uint8)
@@ -149,7 +155,3 @@ def keys(count: int, seed: int = 0) -> list[OffloadKey]:
     """Keys of chunks of two groups in turn."""
     rng = np.random.default_rng(seed)
     return [make_offload_key(rng.bytes(32), i % 2) for i in range(count)]
-
-
-def files(folder: Path) -> list[Path]:
-    return sorted(file for file in folder.rglob("c.*") if file.is_file())

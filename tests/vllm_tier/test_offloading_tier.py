@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -13,7 +12,8 @@ import pytest
 
 pytest.importorskip("vllm")
 
-from offloading import CONFIG, PARALLEL, Offloading, files, keys
+from offloading import CONFIG, PARALLEL, Offloading, keys
+from page_attacks import files
 from page_blocks import blocks, check_printed, on_page, run_shell
 from vllm.v1.kv_offload.base import Locality, LookupResult, get_offload_group_idx
 from vllm.v1.kv_offload.config import OffloadingCacheConfig, OffloadingGroupConfig, OffloadingModelConfig
@@ -104,23 +104,6 @@ def test_ranks_share_chunks_that_are_the_same_for_any_number_of_them() -> None:
     agnostic = replace(PARALLEL, is_parallelism_agnostic=True)
     two = replace(agnostic, tp_size=2, world_size=2)
     assert page_layout(replace(CONFIG, parallel=agnostic)) == page_layout(replace(CONFIG, parallel=two))
-
-
-def test_a_full_disk(small_disk: Path) -> None:
-    """Stores fail, what was stored before is found, and room that comes free is used."""
-    filler = small_disk / "filler"
-    engine = Offloading(small_disk / "kv")
-    engine.compute(KEYS[:2])
-    filler.write_bytes(bytes(os.statvfs(small_disk).f_bavail * os.statvfs(small_disk).f_bsize - 4096))
-    engine.compute(KEYS[2:6])
-    engine.forget()
-    assert engine.found(KEYS[:6]) == 2
-    assert len(files(small_disk / "kv")) == 2
-    filler.unlink()
-    engine.compute(KEYS[2:6])
-    engine.forget()
-    assert engine.found(KEYS[:6]) == 6
-    engine.shutdown()
 
 
 def test_events_name_what_is_stored(offloading: Offloading, tmp_path: Path) -> None:
