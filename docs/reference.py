@@ -22,6 +22,7 @@ from typer.core import TyperGroup
 from typer.main import get_command
 
 import kvkit
+from docs import peers
 from kvkit.adapters.engine.tier_settings import PageSettings
 from kvkit.adapters.sglang.settings import StorageSettings
 from kvkit.adapters.vllm.settings import BlendSettings, Settings
@@ -167,6 +168,7 @@ def render(page: str) -> str:
         "names": names,
         "commands": commands,
         "tests": tests,
+        "peers": peers.table,
         "metrics": lambda: documented_metrics(metrics.METRICS),
         "router_metrics": lambda: documented_metrics(router_metrics.__doc__ or ""),
         "vllm_metrics": lambda: documented_metrics(vllm_metrics()),
