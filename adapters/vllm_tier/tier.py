@@ -188,7 +188,7 @@ class KVKitTier(SecondaryTierManager):  # type: ignore[misc]  # vLLM is not type
         self.drain_jobs()
         self._lookups.shutdown()
         self._store.close()
-        del self._memory  # vLLM frees the region next
+        self.__dict__.pop("_memory", None)  # vLLM frees the region next, and may call this again
 
 
 def page_layout(config: Any) -> dict[str, Any]:
@@ -220,6 +220,11 @@ class _Lookups(AsyncLookupManager):  # type: ignore[misc]  # as above
 
     def batch_lookup(self, keys: list[OffloadKey], req_context: ReqContext) -> Sequence[bool]:
         return self._pages.held(keys)
+
+    def mark_miss(self, keys: Collection[OffloadKey]) -> None:
+        """Leave keys that are being looked up anew: with them vLLM 0.32 would end the scheduler."""
+        known = self._lookup_state
+        super().mark_miss([key for key in keys if key in known and known[key].result is not None])
 
 
 @dataclass(eq=False)

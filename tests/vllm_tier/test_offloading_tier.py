@@ -8,6 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 pytest.importorskip("vllm")
@@ -15,8 +16,15 @@ pytest.importorskip("vllm")
 from offloading import CONFIG, PARALLEL, Offloading, keys
 from page_attacks import files
 from page_blocks import blocks, check_printed, on_page, run_shell
-from vllm.v1.kv_offload.base import Locality, LookupResult, get_offload_group_idx
+from vllm.v1.kv_offload.base import (
+    Locality,
+    LookupResult,
+    ReqContext,
+    ScheduleEndContext,
+    get_offload_group_idx,
+)
 from vllm.v1.kv_offload.config import OffloadingCacheConfig, OffloadingGroupConfig, OffloadingModelConfig
+from vllm.v1.kv_offload.tiering.base import TransferJob
 
 from kvkit.adapters.vllm.offloading import TIER_MODULE
 from kvkit.adapters.vllm_tier.tier import KVKitTier, page_layout
@@ -63,6 +71,32 @@ def test_a_damaged_chunk_ends_what_is_found(offloading: Offloading, tmp_path: Pa
     offloading.compute(KEYS[4:5])
     offloading.forget()
     assert offloading.found(KEYS) == len(KEYS)
+
+
+def test_a_failed_load_leaves_a_newer_lookup_alone(offloading: Offloading, tmp_path: Path) -> None:
+    """Of another request, for the same chunk: vLLM 0.32 by itself would end its scheduler."""
+    tier, (key,) = offloading.tier, KEYS[:1]
+    offloading.compute([key])
+    first, second = ReqContext(req_id="first"), ReqContext(req_id="second")
+    for request in (first, second):
+        tier.on_new_request(request)
+
+    def answered(request: ReqContext, answer: LookupResult) -> bool:
+        found = tier.lookup(key, request) is answer
+        tier.on_schedule_end(ScheduleEndContext((), ()))
+        return bool(found)
+
+    offloading.until(lambda: answered(first, LookupResult.HIT))
+    (file,) = files(tmp_path)
+    file.unlink()
+    rows = np.zeros(1, np.int64)
+    tier.submit_load(TransferJob(999, [key], rows, is_promotion=True, req_context=first))
+    tier.on_request_finished(first)
+    assert tier.lookup(key, second) is LookupResult.RETRY
+    tier.drain_jobs()
+    (result,) = tier.get_finished_jobs()
+    assert not result.success
+    offloading.until(lambda: answered(second, LookupResult.MISS))
 
 
 @pytest.mark.parametrize(
