@@ -23,7 +23,7 @@ from kvkit.config import Config, open_cache
 from kvkit.format.layout import KVLayout, LayerGroup, Namespace, canonical_json
 from kvkit.kernels.pages.api import Pages
 from kvkit.settings import ConfigError
-from kvkit.transfer.clearing import clear
+from kvkit.transfer.clearing import clear, delete
 from kvkit.transfer.load import Load
 from kvkit.transfer.lookup import find_with_pending
 from kvkit.transfer.policy import for_request
@@ -258,6 +258,24 @@ class KeyedPages:
                     tiers.ask(tier, names)
 
         self._workers.start(ask)
+
+    def names(self, keys: Sequence[bytes]) -> list[str]:
+        """Return the names of the pages' records, by which tiers report them (`TierSet.subscribe`)."""
+        return list(self._chunks(keys).names)
+
+    def delete(self, keys: Sequence[bytes]) -> None:
+        """Delete pages from all tiers.
+
+        Raises `OSError` or `TimeoutError` of the first tier that fails; the others are asked, too.
+        """
+        names, failures = self.names(keys), list[OSError]()
+        for tier in self.cache.tiers:
+            try:
+                delete(self.cache.tier_set, tier, names, self.cache.timeout_s)
+            except OSError as error:
+                failures.append(error)
+        if failures:
+            raise failures[0]
 
     def clear(self) -> int:
         """Delete these pages from all tiers; return how many records were deleted.

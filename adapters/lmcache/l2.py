@@ -14,6 +14,8 @@ import logging
 import threading
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from functools import partial
 from typing import Any
 
 import torch
@@ -22,8 +24,9 @@ from kvkit.adapters.engine import tier_settings
 from kvkit.adapters.engine.keyed_pages import KeyedPages, KeyedStore
 from kvkit.adapters.engine.tier_settings import PageSettings
 from kvkit.adapters.engine.weights import weights_of
+from kvkit.adapters.lmcache.held import HeldObjects
 from kvkit.settings import ConfigError
-from kvkit.workers import Workers
+from kvkit.workers import Closed, Workers
 from lmcache.lmcache_native import Bitmap
 from lmcache.v1.distributed.api import MemoryLayoutDesc, ObjectKey
 from lmcache.v1.distributed.internal_api import L2StoreResult
@@ -62,6 +65,11 @@ class KVKitL2Adapter(L2AdapterInterface):  # type: ignore[misc]  # LMCache is no
         self._stores: list[KeyedStore] = []
         self._pages: dict[tuple[Any, ...], KeyedPages] = {}
         self._workers = Workers(THREADS, "kvkit-lmcache")
+        self._telling = Workers(1, "kvkit-lmcache-tell")  # in order, and never with a tier's lock
+        self._held = HeldObjects(
+            lambda keys, sizes: self._tell(self._notify_keys_stored, keys, sizes),
+            lambda keys, sizes: self._tell(self._notify_keys_deleted, keys, sizes),
+        )
 
     def get_store_event_fd(self) -> int:
         """Return the descriptor that is signalled when a store has ended."""
@@ -87,19 +95,24 @@ class KVKitL2Adapter(L2AdapterInterface):  # type: ignore[misc]  # LMCache is no
         waiting, failed = [len(by_kind)], list[bool]()
         size = sum(len(each.byte_array) for each in objects)
 
-        def stored(complete: bool) -> None:
+        def stored(names: Sequence[str], complete: bool) -> None:
+            self._held.settle(names)
             with self._lock:
                 waiting[0] -= 1
                 failed.extend([True] * (not complete))
                 last = not waiting[0]
             if last:
-                self._end("store", task, L2StoreResult(not failed, 0 if failed else size))
+                result = L2StoreResult(not failed, 0 if failed else size)
+                self._tell(self._end, "store", task, result)
 
         if not by_kind:
             self._end("store", task, L2StoreResult(True, 0))
         for pages, indices in by_kind:
             memory, rows = pages.scattered([_bytes_of(objects[i]) for i in indices])
-            pages.store([keys[i].chunk_hash for i in indices], memory, rows, stored)
+            chosen = [keys[i].chunk_hash for i in indices]
+            names = pages.names(chosen)
+            self._held.expect(names, [keys[i] for i in indices], pages.page_bytes)
+            pages.store(chosen, memory, rows, partial(stored, names))
         return task
 
     def pop_completed_store_tasks(self) -> dict[int, L2StoreResult]:
@@ -116,10 +129,12 @@ class KVKitL2Adapter(L2AdapterInterface):  # type: ignore[misc]  # LMCache is no
         def look(found: Bitmap) -> None:
             for pages, indices in self._by_kind(keys, layouts):
                 chosen = [keys[i].chunk_hash for i in indices]
-                for i, held in zip(indices, pages.held(chosen), strict=True):
-                    if held:
-                        found.set(i)
+                here = [i for i, held in zip(indices, pages.held(chosen), strict=True) if held]
+                for i in here:
+                    found.set(i)
                 pages.pin(chosen, LOCK_S)
+                names = pages.names([keys[i].chunk_hash for i in here])
+                self._held.found(names, [keys[i] for i in here], pages.page_bytes)
 
         return self._start("lookup", len(keys), look)
 
@@ -148,6 +163,7 @@ class KVKitL2Adapter(L2AdapterInterface):  # type: ignore[misc]  # LMCache is no
                     for i in indices[first : first + count]:
                         found.set(i)
                     first += count + 1  # the object after these is missing
+            self._notify_keys_accessed([key for i, key in enumerate(keys) if found.test(i)])
 
         return self._start("load", len(keys), load)
 
@@ -156,6 +172,20 @@ class KVKitL2Adapter(L2AdapterInterface):  # type: ignore[misc]  # LMCache is no
         with self._lock:
             return self._results["load"].pop(task_id, None)
 
+    def delete(self, keys: list[ObjectKey]) -> None:
+        """Delete objects, of every layout that this server has met, from all tiers; failures are logged."""
+        by_kind: dict[tuple[Any, ...], list[bytes]] = defaultdict(list)
+        for key in keys:
+            by_kind[_whose(key)].append(key.chunk_hash)
+        for kind, pages in list(self._pages.items()):
+            if chosen := by_kind.get(kind[:4]):
+                try:
+                    pages.delete(chosen)
+                except OSError as error:
+                    log.warning("of %d objects some could not be deleted: %s", len(chosen), error)
+        with suppress(Closed, TimeoutError):
+            self._telling.submit(lambda: None).result(self._config.timeout_s)  # LMCache has heard of them
+
     def close(self) -> None:
         """Finish what is under way and close the tiers. May be repeated."""
         with self._lock:
@@ -163,6 +193,7 @@ class KVKitL2Adapter(L2AdapterInterface):  # type: ignore[misc]  # LMCache is no
         self._workers.close(self._config.shutdown_timeout_s)
         for store in stores:
             store.close()
+        self._telling.close(self._config.shutdown_timeout_s)
         for event in self._events.values():
             event.close()
 
@@ -175,6 +206,13 @@ class KVKitL2Adapter(L2AdapterInterface):  # type: ignore[misc]  # LMCache is no
         with self._lock:
             self._results[what][task] = result
         self._events[what].notify()
+
+    def _tell(self, call: Callable[..., None], *arguments: Any) -> None:
+        """Run a call after those that were told before; at once if the adapter is closed."""
+        try:
+            self._telling.start(partial(call, *arguments))
+        except Closed:
+            call(*arguments)
 
     def _start(self, what: str, count: int, work: Callable[[Bitmap], None]) -> int:
         """Run `work` in the background on a bitmap of `count` bits; its errors are logged."""
@@ -197,7 +235,7 @@ class KVKitL2Adapter(L2AdapterInterface):  # type: ignore[misc]  # LMCache is no
         found: dict[tuple[Any, ...], list[int]] = defaultdict(list)
         for i, (key, layout) in enumerate(zip(keys, layouts, strict=True)):
             if layout is not None:
-                found[key.model_name, key.kv_rank, key.object_group_id, key.cache_salt, layout].append(i)
+                found[*_whose(key), layout].append(i)
         return [(self._pages_of(*kind), indices) for kind, indices in found.items()]
 
     def _pages_of(self, model: str, rank: int, group: int, salt: str, layout: Layout) -> KeyedPages:
@@ -216,10 +254,15 @@ class KVKitL2Adapter(L2AdapterInterface):  # type: ignore[misc]  # LMCache is no
             store = next((store for store in self._stores if size <= store.largest_bytes), None)
             if store is None:
                 store = KeyedStore(self._config, size, model=model, dtype=layout[1][0], weights=weights)
+                store.cache.tier_set.subscribe(list(store.cache.tiers), self._held.report)
                 self._stores.append(store)
             name = model.rstrip("/").rpartition("/")[2]
             fields = {"model": name, "dtype": layout[1][0], "weights": weights, "salt": salt}
             return self._pages.setdefault(kind, store.pages(size, determines, **fields))
+
+
+def _whose(key: ObjectKey) -> tuple[str, int, int, str]:
+    return key.model_name, key.kv_rank, key.object_group_id, key.cache_salt
 
 
 @functools.cache

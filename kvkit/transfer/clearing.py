@@ -16,6 +16,17 @@ CLEARED_AT_ONCE = 256
 """Records deleted at a time; after the deadline, no more are deleted."""
 
 
+def delete(tiers: TierSet, tier: str, names: Sequence[str], timeout_s: float) -> None:
+    """Delete records of a tier; those that it does not hold are passed over.
+
+    Raises:
+        TimeoutError: it takes more than `timeout_s` seconds.
+        OSError: some could not be deleted.
+    """
+    tiers.bounded(tier, lambda target: target.delete(names), timeout_s)
+    tiers.notify(tier, names, False)
+
+
 def clear(tiers: TierSet, tier: str, timeout_s: float, prefix: str = "") -> int:
     """Delete every record of a tier that can be deleted, and end their quarantine; return how many.
 

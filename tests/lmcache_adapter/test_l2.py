@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -11,9 +12,11 @@ import torch
 
 pytest.importorskip("lmcache", reason="needs LMCache's files; `make test-lmcache` runs it")
 
-from lmcache.v1.distributed.api import MemoryLayoutDesc
+from lmcache.v1.distributed.api import MemoryLayoutDesc, ObjectKey
+from lmcache.v1.distributed.internal_api import L2AdapterListener
 from lmcache_l2 import DTYPE, HASHES, LAYOUTS, SHAPE, Adapter, objects, same
 from lmcache_l2 import some_keys as keys
+from page_attacks import files
 
 from kvkit.settings import ConfigError
 
@@ -112,6 +115,85 @@ def test_objects_of_several_kinds_in_one_task(adapter: Adapter) -> None:
     targets = [*objects(2), *objects(2, shape=large)]
     assert adapter.load(mixed[::-1], targets[::-1]) == [True] * 4
     assert all(map(same, targets, given))
+
+
+class Listener(L2AdapterListener):
+    """What LMCache is told, in order."""
+
+    def __init__(self) -> None:
+        self.told: list[tuple[str, list[ObjectKey]]] = []
+
+    def on_l2_keys_stored(self, keys: list[ObjectKey], sizes: list[int]) -> None:
+        self.told.append(("stored", keys))
+
+    def on_l2_keys_accessed(self, keys: list[ObjectKey]) -> None:
+        self.told.append(("accessed", keys))
+
+    def on_l2_keys_deleted(self, keys: list[ObjectKey]) -> None:
+        self.told.append(("deleted", keys))
+
+    def held(self) -> set[ObjectKey]:
+        """What is held by what was told; nothing is stored twice, or deleted that was not stored."""
+        found = set[ObjectKey]()
+        for what, told in self.told:
+            if what == "stored":
+                assert not found & set(told)
+                found |= set(told)
+            elif what == "deleted":
+                assert found >= set(told)
+                found -= set(told)
+        return found
+
+
+def test_lmcache_hears_what_is_held(tmp_path: Path) -> None:
+    """Also of objects that kvkit evicts, and of those of before a restart once they are found."""
+    disk = {"url": str(tmp_path), "capacity": "128KiB"}  # for six of these objects
+    tiers = {
+        "kvkit": {
+            "staging": "2MiB",
+            "tiers": {"disk": disk, "ram": {"url": "memory://", "capacity": "64KiB"}},
+        }
+    }
+    adapter, listener = Adapter(tmp_path, **tiers), Listener()
+    adapter.l2.register_listener(listener)
+    for i in range(12):
+        adapter.store(keys(1, i, cache_salt=f"tenant {i % 2}"), objects(1, seed=i))
+    adapter.l2.delete([])  # what was told before is heard then
+    wanted = [key for i in range(12) for key in keys(1, i, cache_salt=f"tenant {i % 2}")]
+    found = adapter.lookup(wanted)
+    held = {key for key, hit in zip(wanted, found, strict=True) if hit}
+    assert 4 <= len(held) < 12
+    assert listener.held() == held
+    size, usage = len(objects(1)[0].byte_array), adapter.l2.get_usage()
+    assert usage.total_bytes_used == len(held) * size
+    assert usage.bytes_by_cache_salt == {
+        salt: size * count for salt, count in Counter(key.cache_salt for key in held).items()
+    }
+    (one, *_) = held
+    adapter.load([one], objects(1))
+    assert listener.told[-1] == ("accessed", [one])
+    adapter.shutdown()
+    later, listener = Adapter(tmp_path, **tiers), Listener()
+    later.l2.register_listener(listener)
+    found = later.lookup(wanted)
+    later.l2.delete([])
+    assert listener.held() == {key for key, hit in zip(wanted, found, strict=True) if hit} != set()
+    later.shutdown()
+
+
+def test_deleted_objects_are_gone(adapter: Adapter, tmp_path: Path) -> None:
+    """And those of other models, salts and groups stay; what was never stored is passed over."""
+    listener = Listener()
+    adapter.l2.register_listener(listener)
+    adapter.store(keys(4), objects(4, seed=1))
+    adapter.store(keys(4, cache_salt="tenant"), objects(4, seed=2))
+    adapter.l2.delete([*keys(2, 1), *keys(1, 9), *keys(1, model_name="org/other")])
+    assert adapter.lookup(keys(4)) == [True, False, False, True]
+    assert adapter.lookup(keys(4, cache_salt="tenant")) == [True] * 4
+    assert {key for what, told in listener.told if what == "deleted" for key in told} == set(keys(2, 1))
+    assert adapter.store(keys(2, 1), objects(2, seed=3)).is_successful()
+    assert adapter.lookup(keys(4)) == [True] * 4
+    assert len(files(tmp_path)) == 8
 
 
 def test_a_store_that_no_tier_takes_fails(tmp_path: Path) -> None:
