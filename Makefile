@@ -23,6 +23,7 @@ SGLANG_VERSION := 0.5.23
 SGLANG := $(HOME)/.cache/kvkit/sglang-$(SGLANG_VERSION)
 LMCACHE_VERSION := 0.5.6
 LMCACHE := $(HOME)/.cache/kvkit/lmcache-$(LMCACHE_VERSION)
+OWN_TESTS := $(HOME)/.cache/kvkit/own-tests
 # what pip installs on a GPU machine today; the build for CPUs comes weeks later
 NEXT_VLLM_VERSION := 0.33.0
 NEXT_VLLM := $(abspath $(VENV))/vllm-$(NEXT_VLLM_VERSION)
@@ -53,7 +54,7 @@ PYTEST = OMP_NUM_THREADS=1 OMP_WAIT_POLICY=passive $(BIN)/python -m pytest -n $(
 # hundreds of processes import the same files
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: demo setup browser test test-sglang test-lmcache tests quick nightly outdated test-vllm-next test-vllm-versions test-nfs test-triton test-jax mutants bench bench-check results check docs paper gpu gpu-tests \
+.PHONY: demo setup browser test test-sglang test-lmcache test-own tests quick nightly outdated test-vllm-next test-vllm-versions test-nfs test-triton test-jax mutants bench bench-check results check docs paper gpu gpu-tests \
 	gpu-packages gpu-vllm gpu-vllm-packages simulate simulate-mutants histories soak clean
 
 $(VENV)/demo.stamp: pyproject.toml $(PINS)
@@ -103,7 +104,7 @@ test-vllm-versions: $(NEXT_VLLM)/stamp  ## both vLLMs, steps in turn and overlap
 nightly: $(NEXT_VLLM)/stamp browser  ## all that CI leaves out: before an issue is closed, and every night
 	$(MAKE) check
 	KVKIT_NIGHTLY=1 $(PYTEST) $(addprefix --ignore=,$(ENGINES) $(CONNECTOR))
-	KVKIT_NIGHTLY=1 $(MAKE) test-vllm-versions test-nfs test-triton test-sglang test-lmcache test-jax
+	KVKIT_NIGHTLY=1 $(MAKE) test-vllm-versions test-nfs test-triton test-sglang test-lmcache test-own test-jax
 	PYTHONPATH=$(NEXT_VLLM) $(PYTEST) -q $(filter-out $(ENGINES) $(CONNECTOR),$(wildcard tests/vllm_adapter/test_vllm_*.py))
 	$(MAKE) simulate SEEDS=20000
 
@@ -153,6 +154,10 @@ $(LMCACHE)/stamp: | $(VENV)/dev.stamp
 
 test-lmcache: $(LMCACHE)/stamp  ## the L2 adapter as LMCache's server makes it
 	PYTHONPATH=$(LMCACHE) $(PYTEST) -q tests/lmcache_adapter
+
+test-own: $(NEXT_VLLM)/stamp $(LMCACHE)/stamp  ## vLLM's and LMCache's own tests of their backends, with kvkit's in the place
+	PYTHONPATH=$(NEXT_VLLM) $(BIN)/python tests/tools/own_tests.py vllm $(NEXT_VLLM_VERSION) $(OWN_TESTS)
+	PYTHONPATH=$(LMCACHE) $(BIN)/python tests/tools/own_tests.py lmcache $(LMCACHE_VERSION) $(OWN_TESTS)
 
 test-jax: $(VENV)/dev.stamp  ## JAX arrays with newer JAX and jax-triton, where a Python for them is or can be had
 	$(BIN)/python tests/tools/newer_jax.py $(JAX) $(JAX_TRITON)
