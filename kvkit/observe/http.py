@@ -6,6 +6,8 @@
     POST /lookup     {"tokens": [...]} -> {"tokens", "hit_tokens", "by_tier", "engine"}; moves nothing
     POST /clear      {"tier": name} -> {"removed_records"}
     POST /pin        {"tokens": [...], "seconds": s} -> {"pinned_tokens"}
+    GET  /livez      200: the endpoint serves; without a token, as probes send none
+    GET  /readyz     the same: an engine whose tiers are all open computes
 
 /lookup and /pin also take a request's `model` (such as the name of a LoRA adapter) and `cache_salt`. They
 answer for a request with these; HTTP status 404 for a model that the cache does not know. A lookup here is a
@@ -13,9 +15,9 @@ query: it has a counter of its own, apart from the lookups of requests. With `wa
 seconds for pending stores. `engine` stands for the engine's own blocks, which the cache does not see: its
 `hit_tokens` are null, with the `reason`.
 
-Every request carries the token: `Authorization: Bearer ...`. Clients without it share a few connections: a
-new one closes the one that was idle longest (`kvkit.observe.connections`). Errors are reported in
-{"error": ...}. An open tier is skipped, not fatal: do not restart a process because /health answers 503.
+Every other request carries the token: `Authorization: Bearer ...`. Clients without it share a few
+connections: a new one closes the one that was idle longest (`kvkit.observe.connections`). Errors are reported
+in {"error": ...}. An open tier is skipped, not fatal: do not restart a process because /health answers 503.
 
 The endpoint speaks plain HTTP and belongs on loopback; beyond it, put TLS in front.
 """
@@ -58,6 +60,7 @@ MAX_BODY_BYTES = 16 << 20
 BODY_S = 10.0
 """Time limit for sending a body, in seconds."""
 _STATES_BY_SEVERITY: tuple[HealthState, ...] = ("ok", "slow", "half-open", "open")
+_PROBES = ("/livez", "/readyz")
 _THREADS = 4
 _ENGINE = {"hit_tokens": None, "reason": "the cache does not see which blocks the engine itself keeps"}
 _CLOSE_S = 2
@@ -140,10 +143,14 @@ class Server:
 
 
 def _guarded(app: ASGIApp, token: str) -> ASGIApp:
-    """Wrap `app` for clients with the token; others get 401 before anything they sent is read."""
+    """Wrap `app` for clients with the token; others get 401 before anything they sent is read, or a probe's
+    answer."""
     expected = token.encode()
 
     async def guarded(scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["path"] in _PROBES and scope["method"] in ("GET", "HEAD"):
+            await JSONResponse({"status": "ok"}, headers={"Connection": "close"})(scope, receive, send)
+            return
         values = [value for name, value in scope["headers"] if name == b"authorization"]
         scheme, _, presented = values[0].partition(b" ") if len(values) == 1 else (b"", b"", b"")
         respond, headers = app, {"Connection": "close"}

@@ -93,6 +93,8 @@ class Router:
         app.router.add_post("/tokenize", self._forward)
         app.router.add_post("/detokenize", self._forward)
         app.router.add_get("/health", self._health)
+        app.router.add_get("/livez", self._live)
+        app.router.add_get("/readyz", self._health)
         app.router.add_get("/metrics", self._show_metrics)
         return app
 
@@ -239,6 +241,9 @@ class Router:
                 return await client.send_error(500, "internal error in the router; see the router's log")
         except ClientDisconnected:
             return web.Response(status=_CLIENT_LEFT)
+
+    async def _live(self, _: web.Request) -> web.Response:
+        return web.json_response({"status": "ok"})  # whether or not engines are up: a restart helps none
 
     async def _health(self, _: web.Request) -> web.Response:
         states = [{"name": e.name, "role": e.role, "url": e.config.url, "up": e.up} for e in self._engines]

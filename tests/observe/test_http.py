@@ -163,6 +163,17 @@ def test_health_is_503_while_a_tier_is_out(server: Server, cache: ManagedCache) 
     )
 
 
+@pytest.mark.parametrize("path", ["/livez", "/readyz"])
+def test_probes_need_no_token(server: Server, cache: ManagedCache, path: str) -> None:
+    """And are told nothing but that the process serves, with a tier that is out, too."""
+    for _ in range(2):
+        assert call(server, "GET", path, headers={}) == (200, '{"status":"ok"}')
+        cache.break_tier("[far]")
+    assert call(server, "HEAD", path, headers={}) == (200, "")
+    assert call(server, "POST", path, b"{}", headers={})[0] == 401
+    assert call(server, "GET", f"{path}/", headers={})[0] == 401
+
+
 def test_tiers_are_listed_in_order(server: Server, cache: ManagedCache) -> None:
     cache.break_tier("[far]")
     status, tiers = ask(server, "GET", "/tiers")

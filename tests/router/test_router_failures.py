@@ -268,11 +268,14 @@ def test_an_engine_that_is_down_gets_nothing_until_it_is_back(start: Start) -> N
         engines["d0"].kill()
         wait_for(lambda: not router.health()["d0"])
         assert fetch(router.url, "GET", "/health")[0] == 503
+        assert fetch(router.url, "GET", "/readyz")[0] == 503
+        assert fetch(router.url, "GET", "/livez")[0] == 200, "the router itself lives"
         status, answer = ask(router.url, COMPLETIONS, completion("short"))
         assert (status, answer["error"]["code"]) == (503, 503)
         assert "no decode engine is left: none is up" in answer["error"]["message"]
         engines["d0"].start()
         wait_for(lambda: router.health()["d0"])
+        assert fetch(router.url, "GET", "/readyz")[0] == 200
         assert ask(router.url, COMPLETIONS, completion("short"))[0] == 200
         engines["d0"].set(health=503)
         wait_for(lambda: not router.health()["d0"])
