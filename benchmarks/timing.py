@@ -47,6 +47,16 @@ def ratio(times: Mapping[str, Sequence[float]], a: str, b: str) -> dict[str, flo
     }
 
 
+def settle(files: Iterable[Path]) -> None:
+    """Wait until the contents of files are on the disk."""
+    for file in files:
+        descriptor = os.open(file, os.O_RDONLY)
+        try:
+            os.fdatasync(descriptor)
+        finally:
+            os.close(descriptor)
+
+
 def forget(files: Iterable[str | os.PathLike[str]]) -> None:
     """Have the page cache drop the files, so that the next read is cold."""
     for path in files:

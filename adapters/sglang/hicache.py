@@ -45,13 +45,16 @@ class Pool:
 
     def read(self, keys: Sequence[str], indices: Sequence[int]) -> list[bool]:
         """Load pages into the pool, at the tokens `indices`; return for each whether it was loaded."""
+        there = [self.host.get_data_page(index, flat=False) for index in indices]
+        if all(page.is_contiguous() and page._base is not None for page in there):  # views of the pool
+            return self._load_each(keys, list(map(_bytes_of, there)), lambda row: None)
         memory = torch.empty(len(keys), self.page_bytes, dtype=torch.uint8)
 
         def place(row: int) -> None:
             dummy = self.host.get_dummy_flat_data_page()
             self.host.set_from_flat_data_page(indices[row], memory[row].view(dummy.dtype))
 
-        return self._load_each(keys, memory, place)
+        return self._load_each(keys, list(memory), place)
 
     def read_into(self, keys: Sequence[str], targets: Sequence[torch.Tensor]) -> list[bool]:
         """Load pages into tensors of a page each; return for each whether it was loaded."""
@@ -60,31 +63,30 @@ class Pool:
         def place(row: int) -> None:
             targets[row].view(-1).copy_(memory[row].view(targets[row].dtype))
 
-        return self._load_each(keys, memory, place)
+        return self._load_each(keys, list(memory), place)
 
     def write(self, keys: Sequence[str], pages: Sequence[torch.Tensor]) -> bool:
         """Store pages of any shape; return whether a tier has each of them."""
-        memory = torch.empty(len(keys), self.page_bytes, dtype=torch.uint8)
-        for row, page in zip(memory, pages, strict=True):
-            row.view(page.dtype).view(page.shape).copy_(page)
+        flat = [_bytes_of(page.contiguous()) for page in pages]  # lives as long as the store
+        memory, rows = self.pages.scattered(flat)
         ended, complete = threading.Event(), list[bool]()
 
         def stored(all_of_them: bool) -> None:
             complete.append(all_of_them)
             ended.set()
 
-        self.pages.store(_encoded(keys), self.pages.memory(memory), range(len(keys)), stored)
+        self.pages.store(_encoded(keys), memory, rows, stored)
         ended.wait()  # `store` has a deadline
         return complete == [True]
 
     def _load_each(
-        self, keys: Sequence[str], memory: torch.Tensor, place: Callable[[int], None]
+        self, keys: Sequence[str], memory: Sequence[torch.Tensor], place: Callable[[int], None]
     ) -> list[bool]:
-        """Load runs of pages that are held, and place each page from its row of `memory`."""
-        encoded, target = _encoded(keys), self.pages.memory(memory)
+        """Load runs of pages that are held into `memory`, and place each by its number."""
+        encoded, (target, rows) = _encoded(keys), self.pages.scattered(memory)
         found, first = [False] * len(keys), 0
         while first < len(keys):
-            count = self.pages.load(encoded[first:], target, range(first, len(keys)))
+            count = self.pages.load(encoded[first:], target, rows[first:])
             for row in range(first, first + count):
                 place(row)
                 found[row] = True
@@ -306,6 +308,11 @@ class KVKitHiCache(HiCacheStorage):  # type: ignore[misc]  # SGLang is not typed
 def _page_bytes(host: Any) -> int:
     page = host.get_dummy_flat_data_page()
     return int(page.numel() * page.element_size())
+
+
+def _bytes_of(page: torch.Tensor) -> torch.Tensor:
+    """Return a contiguous page, uint8 [page_bytes], as a view."""
+    return page.view(-1).view(torch.uint8)
 
 
 def _encoded(keys: Sequence[str]) -> list[bytes]:

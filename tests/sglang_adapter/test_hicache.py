@@ -18,7 +18,7 @@ from sglang.srt.mem_cache.hicache_storage import HiCacheFile, PoolHitPolicy, Poo
 from kvkit.settings import ConfigError
 
 
-@pytest.fixture(params=["page_first", "layer_first"])
+@pytest.fixture(params=["page_first", "layer_first", "latents"])
 def host(request: pytest.FixtureRequest) -> Host:
     torch.manual_seed(0)
     return Host(request.param)

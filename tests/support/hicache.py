@@ -21,7 +21,7 @@ BACKEND = {"module_path": "kvkit.adapters.sglang.hicache", "class_name": "KVKitH
 
 
 class Host:
-    """Show a storage what HiCache's host pools show, in two of their layouts."""
+    """Show a storage what HiCache's host pools show, in two of their layouts, and with latents (MLA)."""
 
     page_size, layer_num, start_layer, storage_format_tag = PAGE, LAYERS, 0, None
 
@@ -30,12 +30,14 @@ class Host:
     ) -> None:
         self.layout, self.dtype, self.layer_num = layout, dtype, layers
         tokens = PAGES * PAGE
-        shape = (2, layers, tokens) if layout == "layer_first" else (2, tokens, layers)
+        shapes = {"layer_first": (2, layers, tokens), "page_first": (2, tokens, layers)}
+        shape = shapes.get(layout, (tokens, 2, layers))  # latents of all layers side by side
         self.buffer = torch.randn(*shape, HEADS, SIZE).to(dtype)
 
     def _page(self, index: int) -> Any:
         part = slice(index, index + PAGE)
-        return (slice(None), slice(None), part) if self.layout == "layer_first" else (slice(None), part)
+        before = {"layer_first": 2, "page_first": 1}.get(self.layout, 0)
+        return (*[slice(None)] * before, part)
 
     def get_data_page(self, index: int, flat: bool = True) -> torch.Tensor:
         page = self.buffer[self._page(index)]
