@@ -2,20 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import Any
 
-from benchmarks.timing import ratio
+from benchmarks.timing import interleaved, ratio
+
+ROUNDS = 15
 
 
-def report_speeds(
-    benchmark: Any, times: Mapping[str, Sequence[float]], ours: str, peer: str, batch_bytes: int
+def compare_batches(
+    benchmark: Any, calls: Mapping[str, Callable[[], object]], before: Callable[[], object], batch_bytes: int
 ) -> None:
-    """Add minima, speeds and ratios to pytest-benchmark's `extra_info`, and print them. Mutates it.
+    """Time calls in turn, and add minima, speeds and ratios to pytest-benchmark's `extra_info`. Mutates it.
 
     Args:
-        times: seconds of each call, by contender; every call moves `batch_bytes`.
+        calls: kvkit's, then the peer's, by name; each moves `batch_bytes`.
+        before: called before each of them.
     """
+    ours, peer = calls
+    benchmark.pedantic(calls[ours], setup=before, rounds=1)
+    times = interleaved(calls, ROUNDS if benchmark.enabled else 1, warmup=1, before=before)
     compared = ratio(times, ours, peer)
     benchmark.extra_info.update(ratio_min=compared["min"], ratio_median=compared["median"], against=peer)
     for name, seconds in times.items():

@@ -1,4 +1,4 @@
-"""What users of other KV caches report, and the test that shows how kvkit fares: docs/evidence/peers.md."""
+"""List what users of other KV caches report, and the tests of kvkit for it: docs/evidence/peers.md."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ REPORTS = (
         "it grows without bound",
         "solved: capacity and eviction",
         (
-            "vllm_tier/test_offloading_attacks.py::test_kills",
+            "support/page_attacks.py::test_kills",
             "engine/test_keyed_pages.py::test_a_capacity_holds",
         ),
     ),
@@ -48,7 +48,7 @@ REPORTS = (
         "no checksums, no deadlines",
         "solved: every byte is verified, a hanging store ends in time",
         (
-            "vllm_tier/test_offloading_attacks.py::test_damage",
+            "support/page_attacks.py::test_damage",
             "engine/test_keyed_pages.py::test_a_store_into_a_tier_that_hangs_ends_in_time",
         ),
     ),

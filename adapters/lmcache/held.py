@@ -1,4 +1,4 @@
-"""Which of LMCache's objects the tiers hold, as these report it: LMCache counts bytes and evicts by that."""
+"""Track which of LMCache's objects the tiers hold, as these report it: LMCache counts bytes by it."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from lmcache.v1.distributed.api import ObjectKey
 
 Told = Callable[[list[ObjectKey], list[int]], None]
-"""Called with objects' keys and bytes, maybe with a tier's lock: it must not call the tiers."""
+"""Called with objects' keys and bytes, and with locks: it must return at once and call no tier."""
 
 
 @dataclass(slots=True, eq=False)
@@ -17,11 +17,11 @@ class _Object:
     key: ObjectKey
     size: int
     tiers: set[str] = field(default_factory=set)
-    told: bool = False
+    uses: int = 0  # stores and lookups under way
 
 
 class HeldObjects:
-    """Objects whose records are held, by the record's name. Thread-safe.
+    """Objects whose records are held or in use, by the record's name. Thread-safe.
 
     Args:
         on_stored: called with objects that a tier holds, and none held before.
@@ -33,47 +33,36 @@ class HeldObjects:
         self._lock = threading.Lock()
         self._objects: dict[str, _Object] = {}
 
-    def expect(self, records: Sequence[str], keys: Sequence[ObjectKey], size: int) -> None:
-        """Name the objects of records that are about to be stored; `settle` follows."""
+    def begin(self, records: Sequence[str], keys: Sequence[ObjectKey], size: int) -> None:
+        """Name the objects of records before they are stored or looked up, which makes tiers report them."""
         with self._lock:
             for record, key in zip(records, keys, strict=True):
-                self._objects.setdefault(record, _Object(key, size))
+                self._objects.setdefault(record, _Object(key, size)).uses += 1
 
-    def settle(self, records: Sequence[str]) -> None:
-        """Forget the objects of those records that no tier has reported."""
+    def end(self, records: Sequence[str]) -> None:
+        """End a use of records that `begin` named."""
         with self._lock:
             for record in records:
-                if (object := self._objects.get(record)) is not None and not object.told:
-                    del self._objects[record]
-
-    def found(self, records: Sequence[str], keys: Sequence[ObjectKey], size: int) -> None:
-        """Name the objects of records that some tier holds."""
-        self.expect(records, keys, size)
-        self._tell(records, lambda object: None)
+                self._objects[record].uses -= 1
+                self._forget_unused(record)
 
     def report(self, tier: str, records: Sequence[str], held: bool) -> None:
         """Note that a tier holds records, or no longer; records without objects are passed over."""
-        if held:
-            self._tell(records, lambda object: object.tiers.add(tier))
-            return
-        with self._lock:
-            known = [(record, self._objects[record]) for record in records if record in self._objects]
-            for _, object in known:
-                object.tiers.discard(tier)
-            gone = [(record, object) for record, object in known if object.told and not object.tiers]
-            for record, _ in gone:
-                del self._objects[record]
-        if gone:
-            self._on_deleted([object.key for _, object in gone], [object.size for _, object in gone])
-
-    def _tell(self, records: Sequence[str], mark: Callable[[_Object], None]) -> None:
-        new = []
+        changed = []
         with self._lock:
             for record in records:
-                if (object := self._objects.get(record)) is not None:
-                    mark(object)
-                    if not object.told:
-                        object.told = True
-                        new.append(object)
-        if new:
-            self._on_stored([object.key for object in new], [object.size for object in new])
+                if (object := self._objects.get(record)) is None:
+                    continue
+                before = bool(object.tiers)
+                (object.tiers.add if held else object.tiers.discard)(tier)
+                if bool(object.tiers) != before:
+                    changed.append(object)
+                self._forget_unused(record)
+            if changed:  # with the lock, so that calls have the order of the reports
+                tell = self._on_stored if held else self._on_deleted
+                tell([object.key for object in changed], [object.size for object in changed])
+
+    def _forget_unused(self, record: str) -> None:
+        object = self._objects[record]
+        if not object.tiers and not object.uses:
+            del self._objects[record]

@@ -96,7 +96,7 @@ class KVKitL2Adapter(L2AdapterInterface):  # type: ignore[misc]  # LMCache is no
         size = sum(len(each.byte_array) for each in objects)
 
         def stored(names: Sequence[str], complete: bool) -> None:
-            self._held.settle(names)
+            self._held.end(names)
             with self._lock:
                 waiting[0] -= 1
                 failed.extend([True] * (not complete))
@@ -111,7 +111,7 @@ class KVKitL2Adapter(L2AdapterInterface):  # type: ignore[misc]  # LMCache is no
             memory, rows = pages.scattered([_bytes_of(objects[i]) for i in indices])
             chosen = [keys[i].chunk_hash for i in indices]
             names = pages.names(chosen)
-            self._held.expect(names, [keys[i] for i in indices], pages.page_bytes)
+            self._held.begin(names, [keys[i] for i in indices], pages.page_bytes)
             pages.store(chosen, memory, rows, partial(stored, names))
         return task
 
@@ -129,12 +129,15 @@ class KVKitL2Adapter(L2AdapterInterface):  # type: ignore[misc]  # LMCache is no
         def look(found: Bitmap) -> None:
             for pages, indices in self._by_kind(keys, layouts):
                 chosen = [keys[i].chunk_hash for i in indices]
-                here = [i for i, held in zip(indices, pages.held(chosen), strict=True) if held]
-                for i in here:
-                    found.set(i)
+                names = pages.names(chosen)
+                self._held.begin(names, [keys[i] for i in indices], pages.page_bytes)
+                try:
+                    for i, held in zip(indices, pages.held(chosen), strict=True):
+                        if held:
+                            found.set(i)
+                finally:
+                    self._held.end(names)
                 pages.pin(chosen, LOCK_S)
-                names = pages.names([keys[i].chunk_hash for i in here])
-                self._held.found(names, [keys[i] for i in here], pages.page_bytes)
 
         return self._start("lookup", len(keys), look)
 
@@ -163,7 +166,8 @@ class KVKitL2Adapter(L2AdapterInterface):  # type: ignore[misc]  # LMCache is no
                     for i in indices[first : first + count]:
                         found.set(i)
                     first += count + 1  # the object after these is missing
-            self._notify_keys_accessed([key for i, key in enumerate(keys) if found.test(i)])
+            if accessed := [key for i, key in enumerate(keys) if found.test(i)]:
+                self._notify_keys_accessed(accessed)
 
         return self._start("load", len(keys), load)
 

@@ -42,12 +42,13 @@ class Pool:
     host: Any  # `HostKVCache`
     page_bytes: int
     pages: KeyedPages
+    whole: bool  # a page is contiguous in the pool's memory
 
     def read(self, keys: Sequence[str], indices: Sequence[int]) -> list[bool]:
         """Load pages into the pool, at the tokens `indices`; return for each whether it was loaded."""
-        there = [self.host.get_data_page(index, flat=False) for index in indices]
-        if all(page.is_contiguous() and page._base is not None for page in there):  # views of the pool
-            return self._load_each(keys, list(map(_bytes_of, there)), lambda row: None)
+        if self.whole:
+            there = [_bytes_of(self.host.get_data_page(index, flat=False)) for index in indices]
+            return self._load_each(keys, there, lambda row: None)
         memory = torch.empty(len(keys), self.page_bytes, dtype=torch.uint8)
 
         def place(row: int) -> None:
@@ -83,6 +84,8 @@ class Pool:
         self, keys: Sequence[str], memory: Sequence[torch.Tensor], place: Callable[[int], None]
     ) -> list[bool]:
         """Load runs of pages that are held into `memory`, and place each by its number."""
+        if not keys:
+            return []
         encoded, (target, rows) = _encoded(keys), self.pages.scattered(memory)
         found, first = [False] * len(keys), 0
         while first < len(keys):
@@ -268,7 +271,9 @@ class KVKitHiCache(HiCacheStorage):  # type: ignore[misc]  # SGLang is not typed
                 self._stores.append(self._opened(max(map(_page_bytes, self._hosts.values()))))
             store = next(store for store in self._stores if size <= store.largest_bytes)
             pages = store.pages(size, self._layout(str(name), host))
-            return self._pools.setdefault(str(name), Pool(host, size, pages))
+            page = host.get_data_page(0, flat=False)
+            whole = page.is_contiguous() and page._base is not None  # a view of the pool, and no copy
+            return self._pools.setdefault(str(name), Pool(host, size, pages, whole))
 
     def _opened(self, largest_bytes: int) -> KeyedStore:
         host = self._hosts[str(PoolName.KV)]

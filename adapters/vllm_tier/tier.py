@@ -188,7 +188,8 @@ class KVKitTier(SecondaryTierManager):  # type: ignore[misc]  # vLLM is not type
         self.drain_jobs()
         self._lookups.shutdown()
         self._store.close()
-        self.__dict__.pop("_memory", None)  # vLLM frees the region next, and may call this again
+        if hasattr(self, "_memory"):  # vLLM may call this again
+            del self._memory  # it frees the region next
 
 
 def page_layout(config: Any) -> dict[str, Any]:

@@ -16,8 +16,8 @@ from typing import Any
 import pytest
 import torch
 
-from benchmarks.batch_speeds import report_speeds
-from benchmarks.timing import forget, interleaved, settle
+from benchmarks.batch_speeds import compare_batches
+from benchmarks.timing import forget, settle
 
 pytest.importorskip("sglang", reason="needs SGLang's Python files; `make test-sglang` fetches them")
 
@@ -120,10 +120,8 @@ def test_store(benchmark: Any, both: dict[str, Storage]) -> None:
             for file in storage.files():
                 file.unlink()
 
-    benchmark.pedantic(both["kvkit"].store, setup=empty, rounds=1)
     calls = {name: storage.store for name, storage in both.items()}
-    times = interleaved(calls, 15 if benchmark.enabled else 1, warmup=1, before=empty)
-    report_speeds(benchmark, times, "kvkit", "SGLang's files", BATCH_BYTES)
+    compare_batches(benchmark, calls, empty, BATCH_BYTES)
 
 
 @SIZES
@@ -140,7 +138,5 @@ def test_load(benchmark: Any, both: dict[str, Storage]) -> None:
         for storage in both.values():
             forget(storage.files())
 
-    benchmark.pedantic(both["kvkit"].load, setup=cold, rounds=1)
     calls = {name: storage.load for name, storage in both.items()}
-    times = interleaved(calls, 15 if benchmark.enabled else 1, warmup=1, before=cold)
-    report_speeds(benchmark, times, "kvkit", "SGLang's files", BATCH_BYTES)
+    compare_batches(benchmark, calls, cold, BATCH_BYTES)

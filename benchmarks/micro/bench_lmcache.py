@@ -17,8 +17,8 @@ from typing import Any
 import pytest
 import torch
 
-from benchmarks.batch_speeds import report_speeds
-from benchmarks.timing import forget, interleaved, settle
+from benchmarks.batch_speeds import compare_batches
+from benchmarks.timing import forget, settle
 
 pytest.importorskip("lmcache", reason="needs LMCache's files; `make test-lmcache` fetches them")
 
@@ -95,10 +95,8 @@ def test_store(benchmark: Any, both: dict[str, L2]) -> None:
             for file in l2.files():
                 file.unlink()
 
-    benchmark.pedantic(both["kvkit"].store, setup=empty, rounds=1)
     calls = {name: l2.store for name, l2 in both.items()}
-    times = interleaved(calls, 15 if benchmark.enabled else 1, warmup=1, before=empty)
-    report_speeds(benchmark, times, "kvkit", "LMCache's files", BATCH_BYTES)
+    compare_batches(benchmark, calls, empty, BATCH_BYTES)
 
 
 @SIZES
@@ -115,7 +113,5 @@ def test_load(benchmark: Any, both: dict[str, L2]) -> None:
         for l2 in both.values():
             forget(l2.files())
 
-    benchmark.pedantic(both["kvkit"].load, setup=cold, rounds=1)
     calls = {name: l2.load for name, l2 in both.items()}
-    times = interleaved(calls, 15 if benchmark.enabled else 1, warmup=1, before=cold)
-    report_speeds(benchmark, times, "kvkit", "LMCache's files", BATCH_BYTES)
+    compare_batches(benchmark, calls, cold, BATCH_BYTES)

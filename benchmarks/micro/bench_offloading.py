@@ -18,8 +18,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from benchmarks.batch_speeds import report_speeds
-from benchmarks.timing import forget, interleaved
+from benchmarks.batch_speeds import compare_batches
+from benchmarks.timing import forget
 
 pytest.importorskip("vllm")
 
@@ -138,10 +138,8 @@ def test_store(benchmark: Any, both: dict[str, Tier]) -> None:
     both["kvkit"].store()
     assert len(both["kvkit"].files()) == len(both["kvkit"].keys)
     empty()
-    benchmark.pedantic(both["kvkit"].store, setup=empty, rounds=1)
     calls = {name: tier.store for name, tier in both.items()}
-    times = interleaved(calls, 15 if benchmark.enabled else 1, warmup=1, before=empty)
-    report_speeds(benchmark, times, "kvkit", "vLLM's fs", JOB_BYTES)
+    compare_batches(benchmark, calls, empty, JOB_BYTES)
 
 
 @SIZES
@@ -158,7 +156,5 @@ def test_load(benchmark: Any, both: dict[str, Tier]) -> None:
         for tier in both.values():
             forget(tier.files())
 
-    benchmark.pedantic(both["kvkit"].load, setup=cold, rounds=1)
     calls = {name: tier.load for name, tier in both.items()}
-    times = interleaved(calls, 15 if benchmark.enabled else 1, warmup=1, before=cold)
-    report_speeds(benchmark, times, "kvkit", "vLLM's fs", JOB_BYTES)
+    compare_batches(benchmark, calls, cold, JOB_BYTES)

@@ -143,8 +143,7 @@ class Server:
 
 
 def _guarded(app: ASGIApp, token: str) -> ASGIApp:
-    """Wrap `app` for clients with the token; others get 401 before anything they sent is read, or a probe's
-    answer."""
+    """Wrap `app` for clients with the token, and probes. Others get 401 before anything they sent is read."""
     expected = token.encode()
 
     async def guarded(scope: Scope, receive: Receive, send: Send) -> None:

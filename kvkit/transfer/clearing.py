@@ -43,15 +43,14 @@ def clear(tiers: TierSet, tier: str, timeout_s: float, prefix: str = "") -> int:
     def step(call: Callable[[Tier], T]) -> T:
         return tiers.bounded(tier, call, until - time.monotonic())
 
-    def delete(names: Sequence[str]) -> int:
+    def remove(names: Sequence[str]) -> int:
         try:
-            step(lambda target: target.delete(names))
-            tiers.notify(tier, names, False)
+            delete(tiers, tier, names, until - time.monotonic())
         except TimeoutError:
             raise
         except OSError as error:
             if len(names) > 1:
-                return sum(delete([name]) for name in names)
+                return sum(remove([name]) for name in names)
             failures[names[0]] = error
             return 0
         return len(names)
@@ -59,7 +58,7 @@ def clear(tiers: TierSet, tier: str, timeout_s: float, prefix: str = "") -> int:
     try:
         records = (found for found in step(lambda target: target.scan()) if found[0].startswith(prefix))
         while names := step(lambda _: [name for name, _ in islice(records, CLEARED_AT_ONCE)]):
-            removed += delete(names)
+            removed += remove(names)
     except TimeoutError as error:
         raise TimeoutError(
             f"tier {tier!r}: not empty after {timeout_s} s; {removed} records are deleted"

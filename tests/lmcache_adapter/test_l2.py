@@ -118,7 +118,7 @@ def test_objects_of_several_kinds_in_one_task(adapter: Adapter) -> None:
 
 
 class Listener(L2AdapterListener):
-    """What LMCache is told, in order."""
+    """Note what LMCache is told, in order."""
 
     def __init__(self) -> None:
         self.told: list[tuple[str, list[ObjectKey]]] = []
@@ -133,7 +133,7 @@ class Listener(L2AdapterListener):
         self.told.append(("deleted", keys))
 
     def held(self) -> set[ObjectKey]:
-        """What is held by what was told; nothing is stored twice, or deleted that was not stored."""
+        """Return what is held by what was told; nothing is stored twice, or deleted that was not stored."""
         found = set[ObjectKey]()
         for what, told in self.told:
             if what == "stored":

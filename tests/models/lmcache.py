@@ -81,7 +81,7 @@ def brought(_: Any) -> int:
 
 
 def environment() -> dict[str, str]:
-    """Of processes that find LMCache in the folder that `KVKIT_PEERS` names, or where this one does."""
+    """Return variables of processes that find LMCache where `KVKIT_PEERS` says, or where this one does."""
     peers = os.environ.get("KVKIT_PEERS")
     package = None if peers is None else str(Path(peers) / "lmcache")
     path = os.pathsep.join(filter(None, [package, os.environ.get("PYTHONPATH")]))

@@ -169,6 +169,7 @@ def test_what_does_not_fit_is_no_page(backend: Any, host: Host) -> None:
     assert backend.batch_get_v2([PoolTransfer(PoolName.KV, keys=KEYS[:2])]) == {PoolName.KV: [False, False]}
     assert backend.batch_get_v2([PoolTransfer(PoolName.KV)]) == {PoolName.KV: []}
     assert backend.batch_set([], [])
+    assert backend.batch_get([]) == []
 
 
 def test_clear_deletes_this_engines_pages_alone(tmp_path: Path) -> None:

@@ -25,7 +25,7 @@ HASHES = [os.urandom(32) for _ in range(12)]
 
 
 def some_keys(count: int, first: int = 0, **changes: Any) -> list[ObjectKey]:
-    """Of `HASHES`; `changes` are fields."""
+    """Return keys of `HASHES`; `changes` are fields."""
     fields = {"model_name": "org/model", "kv_rank": 0} | changes
     return [ObjectKey(chunk_hash=each, **fields) for each in HASHES[first : first + count]]
 

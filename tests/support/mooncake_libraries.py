@@ -1,4 +1,4 @@
-"""Where Mooncake finds libibverbs: where the system has none, NIXL brings one."""
+"""Find libibverbs for Mooncake: where the system has none, NIXL brings one."""
 
 from __future__ import annotations
 

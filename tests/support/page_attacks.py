@@ -1,8 +1,9 @@
 """Attacks on another engine's pages in a folder: damage to any byte, kills, a full disk, two versions.
 
-An attack is told a module of tests/support. Its `attacked(folder, **disk)` is an engine over a tier with the
-settings `disk`, and its `keys(count, seed)` name pages. `compute(keys)` stores pages, `forget()` empties the
-engine's own memory, and `found(keys)` loads pages and counts leading ones, whose bytes it checks.
+A subclass of `Attacks` names a module of tests/support. Its `attacked(folder, **disk)` is an engine over a
+tier with the settings `disk`, and its `keys(count, seed)` name pages. `compute(keys)` stores pages,
+`forget()` empties the engine's own memory, and `found(keys)` loads pages and counts leading ones, whose bytes
+it checks.
 
     python page_attacks.py kills MODULE FOLDER KILLS SEED
     python page_attacks.py work MODULE FOLDER TURNS SEED
@@ -23,7 +24,10 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pytest
+from product_copy import copy_product
 from repository import ROOT, SUPPORT
+from run_sizes import NIGHTLY
 
 from kvkit.format.record import HEADER
 
@@ -125,6 +129,27 @@ def two_versions(module: str, copy: Path, folder: Path) -> None:
             assert json.loads(said.splitlines()[-1]) == {"before": 0, "found": 4 * PAGES // 4}, said
     names = {file.parent for file in files(folder)}
     assert len(names) == 2
+
+
+class Attacks:
+    """All attacks on one engine's pages, whose names are those of the module `engine`."""
+
+    engine: str
+
+    @pytest.mark.timeout(900)  # every byte, in the night
+    def test_damage(self, tmp_path: Path) -> None:
+        assert damage(self.engine, tmp_path, NIGHTLY) > 90
+
+    @pytest.mark.timeout(900)
+    def test_kills(self, tmp_path: Path) -> None:
+        kills(self.engine, tmp_path, 20 if NIGHTLY else 1)
+
+    def test_a_full_disk(self, small_disk: Path) -> None:
+        full_disk(self.engine, small_disk)
+
+    @pytest.mark.nightly
+    def test_two_versions_of_kvkit(self, tmp_path: Path) -> None:
+        two_versions(self.engine, copy_product(tmp_path / "copy"), tmp_path / "kv")
 
 
 def _run(*arguments: object) -> str:
