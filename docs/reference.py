@@ -25,7 +25,7 @@ import kvkit
 from docs import peers
 from kvkit.adapters.engine.tier_settings import PageSettings
 from kvkit.adapters.sglang.settings import StorageSettings
-from kvkit.adapters.vllm.settings import BlendSettings, Settings
+from kvkit.adapters.vllm.settings import BlendSettings, SessionSettings, Settings
 from kvkit.adapters.vllm_tier.settings import TierSettings
 from kvkit.cli import app
 from kvkit.config import Config, PolicyConfig, ServerConfig
@@ -135,6 +135,7 @@ SETTINGS: dict[str, type[BaseModel]] = {
     "vllm": Settings,
     "vllm_blend": BlendSettings,
     "vllm_requests": RequestLimits,
+    "vllm_sessions": SessionSettings,
     "vllm_tier": TierSettings,
     "sglang": StorageSettings,
     "lmcache": PageSettings,

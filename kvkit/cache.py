@@ -410,7 +410,8 @@ class Cache:
         """
         chunks = self.chunks(tokens, namespace, policy)
         for tier in self.tiers if policy.store_to is None else policy.store_to:
-            self.tier_set.retain(tier, chunks.names + chunks.snapshots, policy)
+            for part, policy_there in chunks.retained(len(chunks)):
+                self.tier_set.retain(tier, part.names + part.snapshots, policy_there)
 
     def flush(self, timeout_s: float | None = None) -> None:
         """Wait until every put started before this call has completed or failed.

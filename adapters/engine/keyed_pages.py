@@ -26,7 +26,7 @@ from kvkit.settings import ConfigError
 from kvkit.transfer.clearing import clear, delete
 from kvkit.transfer.load import Load
 from kvkit.transfer.lookup import find_with_pending
-from kvkit.transfer.policy import for_request
+from kvkit.transfer.policy import DEFAULT_REQUEST_POLICY, RequestPolicy, for_request
 from kvkit.transfer.sequence import Chunks, Hit, SequencePages, formats_of
 from kvkit.workers import Closed, Transfer, Workers
 
@@ -39,7 +39,16 @@ OnStored = Callable[[bool], object]
 
 @dataclass(frozen=True, slots=True)
 class KeyedChunks(Chunks):
-    """Pages of another engine as chunks, none of which depends on the chunk before it."""
+    """Pages of another engine as chunks, none of which depends on the chunk before it.
+
+    Attributes:
+        positions: first token of each in its request, for `policy`.
+    """
+
+    positions: tuple[int, ...] = ()
+
+    def policy_at(self, chunk: int) -> RequestPolicy:
+        return self.policy.at(self.positions[chunk]) if self.positions else self.policy
 
     def identity(self, chunk: int) -> tuple[bytes, bytes, NDArray[np.int32]]:
         return self.parent, self.keys[chunk], self.tokens[chunk : chunk + 1]
@@ -52,6 +61,7 @@ class KeyedChunks(Chunks):
             keys=self.keys[chosen],
             names=self.names[chosen],
             first=self.first + start,
+            positions=self.positions[chosen],
         )
 
 
@@ -138,8 +148,12 @@ class KeyedPages:
         (self._format,) = formats_of(layout, namespace)
 
     def begin_epoch(self, epoch: str) -> None:
-        """Find and store only pages of this epoch from now on; moves that began before keep theirs."""
-        namespace = replace(self._namespace, revision=f"{self._namespace.revision}#{epoch}")
+        """Find and store only pages of this epoch from now on; moves that began before keep theirs.
+
+        The empty name is that of the first epoch.
+        """
+        mark = f"#{epoch}" if epoch else ""
+        namespace = replace(self._namespace, revision=f"{self._namespace.revision}{mark}")
         (self._format,) = formats_of(self._layout, namespace)
 
     @property
@@ -202,13 +216,25 @@ class KeyedPages:
         move = partial(self._load, keys, memory, rows)
         return Transfer.start(self._workers, move, urgent=True)
 
-    def store(self, keys: Sequence[bytes], memory: Pages, rows: ArrayLike, on_stored: OnStored) -> None:
+    def store(
+        self,
+        keys: Sequence[bytes],
+        memory: Pages,
+        rows: ArrayLike,
+        on_stored: OnStored,
+        policy: RequestPolicy = DEFAULT_REQUEST_POLICY,
+        positions: Sequence[int] = (),
+    ) -> None:
         """Store pages that a target tier lacks, in the background.
 
         The rows must not change until `on_stored` was called. A store that is not complete after the cache's
         `timeout_s`, because a tier hangs, counts as failed; what was copied by then is still stored.
+
+        Args:
+            policy: that of the request that computed the pages.
+            positions: first token of each page in that request, if `policy` has prefixes.
         """
-        chunks, stored = self._chunks(keys), set[int]()
+        chunks, stored = self._chunks(keys, policy, positions), set[int]()
         reports = itertools.count()
 
         def report(complete: bool) -> None:
@@ -246,6 +272,18 @@ class KeyedPages:
         chunks = self._chunks(keys)
         for tier in self.cache.tiers:
             self.cache.tier_set.pin(tier, chunks, seconds)
+
+    def retain(self, keys: Sequence[bytes], policy: RequestPolicy, positions: Sequence[int]) -> None:
+        """Apply a request's retention to pages that tiers hold, as a store would, in the background."""
+        chunks, tiers = self._chunks(keys, policy, positions), self.cache.tier_set
+
+        def retain() -> None:
+            for tier in tiers.tiers:
+                for part, policy_there in chunks.retained(len(chunks)):
+                    if tiers.usable(tier):
+                        tiers.retain(tier, part.names, policy_there)
+
+        self._workers.start(retain)
 
     def touch(self, keys: Sequence[bytes]) -> None:
         """Note that pages are used, for eviction; returns at once."""
@@ -291,7 +329,12 @@ class KeyedPages:
         pages = SequencePages(memory, blocks=np.asarray(rows, np.int64))
         return Load(self.cache.writes, hit, [pages]).run(transfer).tokens
 
-    def _chunks(self, keys: Collection[bytes]) -> KeyedChunks:
+    def _chunks(
+        self,
+        keys: Collection[bytes],
+        policy: RequestPolicy = DEFAULT_REQUEST_POLICY,
+        positions: Sequence[int] = (),
+    ) -> KeyedChunks:
         seed = self._format.digest
         digests = [hashlib.sha256(seed + key).digest() for key in keys]
         return KeyedChunks(
@@ -300,6 +343,8 @@ class KeyedPages:
             [self._format.name(digest) for digest in digests],
             (self._format,),
             seed,
+            policy,
+            positions=tuple(positions),
         )
 
     def _are_held(self, keys: Sequence[bytes]) -> list[bool]:

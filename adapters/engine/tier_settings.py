@@ -26,6 +26,16 @@ class AdapterSettings(BaseModel):
     )
 
 
+class SleepSettings(AdapterSettings):
+    """Settings of an adapter for an engine that can sleep."""
+
+    keep_over_sleep: bool = Field(
+        default=False,
+        description="whether KV in the tiers stays valid over a `sleep` at level 1: for engines whose "
+        "weights do not change, or only by vLLM's own calls",
+    )
+
+
 class PageSettings(AdapterSettings):
     """Settings of an adapter that keeps an engine's pages under the engine's keys."""
 

@@ -300,9 +300,10 @@ def watch_worker() -> None:
 def watch_engine_core() -> None:
     """Notify the scheduler's connectors of new weights, their version, and resets of vLLM's own cache.
 
-    Calls their methods `weights_changed()`, `set_weight_version(version)`, `own_cache_reset()` and
-    `connector_reset()` in the order of the events; a worker's report comes with the next step, possibly after
-    a new version. Secondary tiers of vLLM's own offloading count as connectors. Otherwise as `watch_worker`.
+    Calls their methods `weights_changed()`, `set_weight_version(version)`, `own_cache_reset()`,
+    `connector_reset()`, `falls_asleep()`, if weights are kept, and `wakes_up()` in the order of the events; a
+    worker's report comes with the next step, possibly after a new version. Secondary tiers of vLLM's own
+    offloading count as connectors. Otherwise as `watch_worker`.
     """
     if not is_available("weights"):
         return
@@ -315,6 +316,13 @@ def watch_engine_core() -> None:
         method = "connector_reset" if reset_connector else "own_cache_reset"
         _notify(_scheduler_connectors(engine), method)
 
+    def falls_asleep(engine: Any, level: int = 1, *_: Any, **__: Any) -> None:
+        if level == 1:
+            _notify(_scheduler_connectors(engine), "falls_asleep")
+
+    def wakes_up(engine: Any, *_: Any, **__: Any) -> None:
+        _notify(_scheduler_connectors(engine), "wakes_up")
+
     def called(engine: Any, method: Any, *_: Any, **__: Any) -> None:
         if method in _CHANGE_WEIGHTS:
             _notify(_scheduler_connectors(engine), "weights_changed")
@@ -322,6 +330,9 @@ def watch_engine_core() -> None:
     _wrap(core, "collective_rpc", after=called)
     _wrap(core, "set_weight_version", after=versioned)
     _wrap(core, "reset_prefix_cache", after=reset)
+    _wrap(core, "sleep", before=falls_asleep)
+    _wrap(core, "release_kv_cache_memory", before=falls_asleep, after=wakes_up)
+    _wrap(core, "wake_up", after=wakes_up)
 
 
 def complete_connector_settings(complete: Callable[[Any], object]) -> None:

@@ -315,6 +315,15 @@ class KVKitConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]  # 
         """Warn that vLLM's own prefix cache was reset without kvkit's tiers (`compat.watch_engine_core`)."""
         self._scheduler_side.epochs.own_cache_reset()
 
+    def falls_asleep(self) -> None:
+        """Keep KV in the tiers over a sleep that keeps the weights (`compat.watch_engine_core`)."""
+        if self._settings.keep_over_sleep:
+            self._scheduler_side.epochs.falls_asleep()
+
+    def wakes_up(self) -> None:
+        """Forget KV at the next reset again (`compat.watch_engine_core`)."""
+        self._scheduler_side.epochs.wakes_up()
+
     def has_pending_push_work(self) -> bool:
         """Return whether vLLM must run a step even without requests: one announces a reset to the workers."""
         return self._scheduler_side.scheduler.has_pending_reset

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import logging
 import time
+from dataclasses import replace
 from typing import Any
 
 from kvkit.adapters.engine.lookup_request import LookupAnswer, LookupRequest, Lora, Sequence
-from kvkit.adapters.vllm import compat, params
+from kvkit.adapters.vllm import compat, params, request_policy
 from kvkit.adapters.vllm.events import Events
 from kvkit.adapters.vllm.media import Media, ids_in_keys
 from kvkit.adapters.vllm.params import HandoffUnavailable, RemoteDecode, RemotePrefill
@@ -15,8 +16,7 @@ from kvkit.adapters.vllm.settings import WHERE, Settings
 from kvkit.adapters.vllm.stats import Refusals
 from kvkit.config import Config
 from kvkit.settings import ConfigError
-from kvkit.transfer import requests
-from kvkit.transfer.policy import DEFAULT_REQUEST_POLICY, RequestPolicy
+from kvkit.transfer.policy import RequestPolicy
 
 log = logging.getLogger(__name__)
 
@@ -83,17 +83,18 @@ class VllmEngine:
         return None
 
     def policy_of(self, request: Any) -> RequestPolicy:
-        """Return a request's policy. An invalid one is ignored, with a warning, except `store = false`."""
-        value = (request.kv_transfer_params or {}).get(requests.FIELD)
-        if value is None:
-            return DEFAULT_REQUEST_POLICY
-        field, limits = f"{params.WHERE}.{requests.FIELD}", f"{WHERE}.requests"
-        try:
-            return requests.read(value, self._settings.requests, field, limits)
-        except ConfigError as error:
-            is_unstored = isinstance(value, dict) and value.get("store") is False
-            log.warning("%s: kv_cache is ignored, except store = false: %s", request.request_id, error)
-            return RequestPolicy(store_to=()) if is_unstored else DEFAULT_REQUEST_POLICY
+        """Return a request's policy, by its `kv_cache` and `kv_hints`, or that of its session."""
+        settings, sessions = self._settings, self._settings.sessions
+        policy = request_policy.read(
+            request.request_id,
+            request.kv_transfer_params,
+            request.kv_hints,
+            settings.requests,
+            f"{WHERE}.requests",
+        )
+        if request.session_id is None or policy.retains:
+            return policy
+        return replace(policy, keep_s=sessions.keep_s, priority=sessions.priority)
 
     def lookup_inline(self, lookup: LookupRequest) -> LookupAnswer | None:
         """Ask the worker at once if it is the only one and in this process; otherwise return None."""

@@ -38,6 +38,14 @@ class Epochs:
         """
         self._begin(self._names.reset())
 
+    def falls_asleep(self) -> None:
+        """Note that the next reset is that of a sleep over which the weights stay, and so does the epoch."""
+        self._names.falls_asleep()
+
+    def wakes_up(self) -> None:
+        """Note that the next reset is no sleep's."""
+        self._names.wakes_up()
+
     def weights_changed(self) -> None:
         """Begin an epoch for weights without a version."""
         self._begin(self._names.weights_changed())

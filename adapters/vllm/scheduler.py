@@ -182,13 +182,15 @@ class Scheduler:
             epoch: name of the epoch. With an earlier epoch's name, KV of that epoch is valid again.
             keeps_old: True if vLLM's own prefix cache kept blocks. Requests that hit them are not saved.
         """
+        earlier = "KV of these weights is still" if epoch == self.epoch else "earlier KV is no longer"
         self.epoch, self._keeps_old = epoch, keeps_old
         for state in self._requests.values():
             state.lookup = None
         for planner in self._planners:
             planner.reset()
         log.info(
-            "reset: earlier KV is no longer used; %d requests in flight and %d last saves are not stored",
+            "reset: %s used; %d requests in flight and %d last saves are not stored",
+            earlier,
             sum(state.saved is not None for state in self._requests.values()),
             len(self._saves.last_saves),
         )

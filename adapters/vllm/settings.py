@@ -8,11 +8,12 @@ from typing import Annotated, Any, Literal
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, field_validator
 
 from kvkit.adapters.engine import tier_settings
-from kvkit.adapters.engine.tier_settings import AdapterSettings
+from kvkit.adapters.engine.tier_settings import SleepSettings
 from kvkit.blend.methods.registry import served
 from kvkit.config import Config
 from kvkit.handoff.protocol.messages import HANDOFF
 from kvkit.settings import ConfigError
+from kvkit.tiers.eviction.policies import HIGHEST, NORMAL
 from kvkit.transfer.policy import PolicyError, check_named, in_effect
 from kvkit.transfer.requests import RequestLimits
 
@@ -62,7 +63,25 @@ class BlendSettings(BaseModel):
         return methods
 
 
-class Settings(AdapterSettings):
+class SessionSettings(BaseModel):
+    """Retention of requests with a `session_id`: how long a session's KV is kept after each of them."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, hide_input_in_errors=True)
+    keep_s: float = Field(
+        default=0.0,
+        description="`keep_s` of requests with a `session_id` that set none, in seconds",
+        ge=0,
+        le=31_536_000,
+    )
+    priority: int = Field(
+        default=NORMAL,
+        description="`priority` of requests with a `session_id` that set none",
+        ge=0,
+        le=HIGHEST,
+    )
+
+
+class Settings(SleepSettings):
     """Settings of the connector; the tiers are in kvkit's own configuration."""
 
     load: Literal["async", "sync", "layerwise"] = Field(
@@ -112,6 +131,7 @@ class Settings(AdapterSettings):
     )
     blend: BlendSettings | None = Field(default=None, description="none: requests are not blended")
     requests: RequestLimits = RequestLimits()
+    sessions: SessionSettings = SessionSettings()
 
 
 def read_settings(extra: Mapping[str, Any]) -> tuple[Settings, Config]:

@@ -6,14 +6,16 @@ from typing import Literal
 
 from pydantic import Field
 
-from kvkit.adapters.engine.tier_settings import PageSettings
+from kvkit.adapters.engine.tier_settings import PageSettings, SleepSettings
+from kvkit.transfer.requests import RequestLimits
 
 WHERE = "secondary_tiers: "
 
 
-class TierSettings(PageSettings):
+class TierSettings(PageSettings, SleepSettings):
     """Settings of the tier, without vLLM's own `type` and `module_path`."""
 
     locality: Literal["LOCAL", "REMOTE"] | None = Field(
         default=None, description="for vLLM's filters and events; none: by the tiers, if all are alike"
     )
+    requests: RequestLimits = RequestLimits()

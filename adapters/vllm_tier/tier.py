@@ -28,6 +28,7 @@ from vllm.v1.kv_offload.base import (
     ReqContext,
     RequestOffloadingContext,
     ScheduleEndContext,
+    get_offload_group_idx,
 )
 from vllm.v1.kv_offload.tiering.async_lookup import AsyncLookupManager
 from vllm.v1.kv_offload.tiering.base import JobResult, SecondaryTierManager, TransferJob
@@ -35,9 +36,10 @@ from vllm.v1.kv_offload.tiering.base import JobResult, SecondaryTierManager, Tra
 from kvkit.adapters.engine import tier_settings
 from kvkit.adapters.engine.epoch_names import EpochNames
 from kvkit.adapters.engine.keyed_pages import KeyedPages, KeyedStore
-from kvkit.adapters.vllm import compat
+from kvkit.adapters.vllm import compat, request_policy
 from kvkit.adapters.vllm.connector import log_as_vllm
 from kvkit.adapters.vllm_tier.settings import WHERE, TierSettings
+from kvkit.transfer.policy import DEFAULT_REQUEST_POLICY, RequestPolicy
 from kvkit.workers import Transfer
 
 if TYPE_CHECKING:
@@ -72,7 +74,7 @@ class KVKitTier(SecondaryTierManager):  # type: ignore[misc]  # vLLM is not type
     ) -> None:
         super().__init__(offloading_spec, primary_kv_view, tier_type, backpressure_detector)
         log_as_vllm()
-        own, config = tier_settings.read(TierSettings, settings, WHERE)
+        self._settings, config = tier_settings.read(TierSettings, settings, WHERE)
         model, engine = offloading_spec.config.model, offloading_spec.config.parallel.data_parallel_index
         config = config.model_copy(update={"server": config.server.of_rank(engine)})
         self._store = KeyedStore(
@@ -80,15 +82,19 @@ class KVKitTier(SecondaryTierManager):  # type: ignore[misc]  # vLLM is not type
             self.block_size_bytes,
             model=model.name.rstrip("/").rpartition("/")[2],
             dtype=model.dtype,
-            weights=own.identity or _unshared(model.name),
+            weights=self._settings.identity or _unshared(model.name),
         )
         self._pages = self._store.pages(self.block_size_bytes, page_layout(offloading_spec.config))
         by_scope = {"node": Locality.LOCAL, "shared": Locality.REMOTE}
         scopes = {by_scope[tier.scope] for tier in self._store.cache.tiers.values()}
-        self.locality = Locality[own.locality] if own.locality else scopes.pop() if len(scopes) == 1 else None
+        own = self._settings.locality
+        self.locality = Locality[own] if own else scopes.pop() if len(scopes) == 1 else None
         memory = np.asarray(primary_kv_view).view(np.uint8).reshape(-1, self.block_size_bytes)
         self._memory = self._pages.memory(torch.from_numpy(memory))
         self._lookups = _Lookups(self._pages, tier_type)
+        cache = offloading_spec.config.cache
+        groups = offloading_spec.config.groups
+        self._chunk_tokens = [group.tokens_per_block * cache.blocks_per_chunk for group in groups]
         self._under_way: dict[int, _Job] = {}
         self._done: queue.SimpleQueue[_Job] = queue.SimpleQueue()
         self._epochs = EpochNames()
@@ -110,8 +116,17 @@ class KVKitTier(SecondaryTierManager):  # type: ignore[misc]  # vLLM is not type
         if self._epoch_of.get(job_metadata.req_context.req_id) != self._epochs.current:
             job.end(0)  # computed with other weights, at least in part
             return
+        policy = _policy(job_metadata.req_context)
+        if policy.store_to == ():
+            job.end(0)
+            return
         self._pages.store(
-            job.keys, self._memory, job.rows, lambda complete: job.end(len(job.keys) if complete else 0)
+            job.keys,
+            self._memory,
+            job.rows,
+            lambda complete: job.end(len(job.keys) if complete else 0),
+            policy,
+            self._positions(job.keys, job_metadata.req_context),
         )
 
     def submit_load(self, job_metadata: TransferJob) -> None:
@@ -151,9 +166,20 @@ class KVKitTier(SecondaryTierManager):  # type: ignore[misc]  # vLLM is not type
 
     def touch(self, keys: Collection[OffloadKey], req_context: ReqContext) -> None:
         self._pages.touch(list(keys))
+        policy = _policy(req_context)
+        if policy.retains:
+            self._pages.retain(list(keys), policy, self._positions(keys, req_context))
 
     def on_new_request(self, req_context: ReqContext) -> RequestOffloadingContext:
         self._epoch_of[req_context.req_id] = self._epochs.current
+        policy = request_policy.read(
+            req_context.req_id,
+            req_context.kv_transfer_params,
+            req_context.kv_hints,
+            self._settings.requests,
+            f"{WHERE}requests",
+        )
+        req_context.set_state(policy)
         return RequestOffloadingContext()
 
     def on_request_finished(self, req_context: ReqContext) -> None:
@@ -177,6 +203,15 @@ class KVKitTier(SecondaryTierManager):  # type: ignore[misc]  # vLLM is not type
         """Find no chunks that were stored before a reset of the connector's cache."""
         self._pages.begin_epoch(self._epochs.reset())
 
+    def falls_asleep(self) -> None:
+        """Keep chunks over a sleep that keeps the weights (`compat.watch_engine_core`)."""
+        if self._settings.keep_over_sleep:
+            self._epochs.falls_asleep()
+
+    def wakes_up(self) -> None:
+        """Forget chunks at the next reset again (`compat.watch_engine_core`)."""
+        self._epochs.wakes_up()
+
     def drain_jobs(self) -> None:
         for job in list(self._under_way.values()):
             job.wait()
@@ -190,6 +225,12 @@ class KVKitTier(SecondaryTierManager):  # type: ignore[misc]  # vLLM is not type
         self._store.close()
         if hasattr(self, "_memory"):  # vLLM may call this again
             del self._memory  # it frees the region next
+
+    def _positions(self, keys: Collection[OffloadKey], context: ReqContext) -> list[int]:
+        """Return the first token of each chunk in its request."""
+        ends = (context.get_offload_key_position(key) or 0 for key in keys)
+        sizes = (self._chunk_tokens[get_offload_group_idx(key)] for key in keys)
+        return [max(0, end - size) for end, size in zip(ends, sizes, strict=True)]
 
 
 def page_layout(config: Any) -> dict[str, Any]:
@@ -210,6 +251,12 @@ def page_layout(config: Any) -> dict[str, Any]:
         "replicated": config.replicated_layout,
         "ranks": {} if alike else sizes,
     }
+
+
+def _policy(context: ReqContext) -> RequestPolicy:
+    """Return the policy that a request had when it began; for others, such as prefetches, the default one."""
+    policy: RequestPolicy | None = context.get_state(RequestPolicy)
+    return policy or DEFAULT_REQUEST_POLICY
 
 
 class _Lookups(AsyncLookupManager):  # type: ignore[misc]  # as above

@@ -90,7 +90,7 @@ class ChunkSender:
         names = [name for number in numbers for name in chunks.records(number, number + 1)]
         sizes = {name: lease.used for name, lease in zip(names, leases, strict=True)}
         tiers, outstanding = self.writes.tiers, self.writes.outstanding
-        batch = Batch(self.writes, HANDOFF, chunks.formats, chunks.policy)
+        batch = Batch(self.writes, HANDOFF, chunks.formats)
         outstanding.add(batch, len(names))
         began, completed, sent_bytes = time.monotonic(), 0, 0
 

@@ -43,6 +43,21 @@ class Policy:
 
 
 @dataclass(frozen=True, slots=True)
+class Retention:
+    """How tiers evict the records of a request's leading tokens.
+
+    Args:
+        tokens: number of leading tokens; None: all.
+        keep_s: seconds for which tiers do not evict the records.
+        priority: eviction priority, above `NORMAL`; `NORMAL`: none.
+    """
+
+    tokens: int | None = None
+    keep_s: float = 0.0
+    priority: int = NORMAL
+
+
+@dataclass(frozen=True, slots=True)
 class RequestPolicy:
     """Options of one request for the cache. They accompany the request's chunks everywhere.
 
@@ -52,6 +67,7 @@ class RequestPolicy:
         max_load_tokens: maximum tokens to load, in whole chunks; None: no limit.
         keep_s: seconds for which tiers do not evict the stored records.
         priority: eviction priority, 0 to 100; records of lower priority are evicted first.
+        prefixes: more retention, for leading tokens; the longest time and the highest priority count.
 
     Raises:
         PolicyError: a number is out of range.
@@ -62,6 +78,7 @@ class RequestPolicy:
     max_load_tokens: int | None = None
     keep_s: float = 0.0
     priority: int = NORMAL
+    prefixes: tuple[Retention, ...] = ()
 
     def __post_init__(self) -> None:
         if (self.max_load_tokens or 0) < 0:
@@ -74,7 +91,20 @@ class RequestPolicy:
     @property
     def retains(self) -> bool:
         """True if the request sets how tiers evict what it stores."""
-        return self.keep_s > 0 or self.priority != NORMAL
+        return self.keep_s > 0 or self.priority != NORMAL or bool(self.prefixes)
+
+    def at(self, token: int) -> RequestPolicy:
+        """Return the policy of the records that begin at a token, without `prefixes`."""
+        if not self.prefixes:
+            return self
+        here = [r for r in self.prefixes if r.tokens is None or token < r.tokens]
+        priority = max((r.priority for r in here), default=NORMAL)
+        return replace(
+            self,
+            keep_s=max((self.keep_s, *(r.keep_s for r in here))),
+            priority=max(self.priority, priority) if priority > NORMAL else self.priority,
+            prefixes=(),
+        )
 
 
 DEFAULT_REQUEST_POLICY = RequestPolicy()

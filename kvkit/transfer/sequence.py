@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Mapping, Sequence
+import itertools
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, TypedDict
 
@@ -153,6 +154,16 @@ class Chunks:
     def records(self, start: int, stop: int) -> list[str]:
         """Return the record names of chunks [start, stop)."""
         return self.names[start * self.groups : stop * self.groups]
+
+    def policy_at(self, chunk: int) -> RequestPolicy:
+        """Return the policy of a chunk's records, for the tiers' eviction."""
+        return self.policy.at((self.first + chunk) * self.chunk_tokens)
+
+    def retained(self, stop: int) -> Iterator[tuple[Chunks, RequestPolicy]]:
+        """Yield the parts of chunks [0, stop) whose records have the same policy; none if it retains none."""
+        for policy, run in itertools.groupby(range(stop if self.policy.retains else 0), self.policy_at):
+            chunks = list(run)
+            yield self.part(chunks[0], chunks[-1] + 1), policy
 
     def part(self, start: int, stop: int | None = None) -> Chunks:
         """Return chunks [start, stop) (None: to the last) alone, where `start` becomes chunk 0.

@@ -44,7 +44,6 @@ class Batch:
     Attributes:
         writes: the pipeline of the writes.
         formats: record formats of the layer groups.
-        policy: request policy, for the tier's eviction.
         pending: pending store, notified of the end of each write.
         written_back: True if the records come from a load, not a store.
         ask_first: True if the tier is asked what it lacks before writing.
@@ -53,7 +52,6 @@ class Batch:
     writes: WritePipeline
     tier: str
     formats: tuple[RecordFormat, ...]
-    policy: RequestPolicy
     pending: PendingStore | None = None
     written_back: bool = False
     ask_first: bool = False
@@ -61,12 +59,17 @@ class Batch:
 
 @dataclass(eq=False, slots=True)
 class WriteJob:
-    """One record on its way into one tier; `lease` is valid until the write has started."""
+    """One record on its way into one tier; `lease` is valid until the write has started.
+
+    Attributes:
+        policy: request policy, for the tier's eviction.
+    """
 
     batch: Batch
     name: str
     lease: Lease
     size: int
+    policy: RequestPolicy
 
     def done(self, error: BaseException | None) -> None:
         """End a job that was started, and start those that wait for it. Called once, from any thread."""
@@ -95,7 +98,7 @@ class WriteJob:
             elif not isinstance(error, FileExistsError):
                 counts.write_errors[tier] += 1
         if error is None or isinstance(error, FileExistsError):
-            tiers.retain(tier, [self.name], batch.policy, new=error is None)
+            tiers.retain(tier, [self.name], self.policy, new=error is None)
         if isinstance(error, TierFull | FileExistsError):
             log.debug("%s", error)
         elif error is not None:
@@ -235,10 +238,10 @@ class WritePipeline:
             if not owned or self.tiers.circuit_open(segment.tier):
                 continue
             tier = segment.tier
-            batch = Batch(self, tier, chunks.formats, chunks.policy, pending, written_back, tier in ask_first)
+            batch = Batch(self, tier, chunks.formats, pending, written_back, tier in ask_first)
             self.outstanding.add(batch, len(owned) * groups)
             jobs = [
-                WriteJob(batch, name, lease, lease.used)
+                WriteJob(batch, name, lease, lease.used, chunks.policy_at(number))
                 for number in owned
                 for name, lease in zip(chunks.records(number, number + 1), by_chunk[number], strict=True)
             ]
@@ -287,7 +290,8 @@ class WritePipeline:
         ask, usable = self.tiers.ask, self.tiers.usable
         resident = {t: ask(t, chunks.names) // chunks.groups for t in targets if usable(t)}
         for tier, run in resident.items():
-            self.tiers.retain(tier, chunks.records(0, run), chunks.policy)
+            for part, policy in chunks.retained(run):
+                self.tiers.retain(tier, part.names, policy)
         plan = planning.plan_store(len(chunks), resident)
         for segment in plan.segments:
             self._describe(segment.tier, chunks.formats)

@@ -79,8 +79,8 @@ ROOM_LINES_AT_MOST = {
     "adapters/huggingface": 1_700,
     "adapters/lmcache": 400,
     "adapters/sglang": 400,
-    "adapters/vllm": 9_050,
-    "adapters/vllm_tier": 350,
+    "adapters/vllm": 9_150,
+    "adapters/vllm_tier": 400,
     "kernels": 380,
     "kernels/attention": 4_550,
     "kernels/pages": 3_360,
@@ -94,10 +94,10 @@ ROOM_LINES_AT_MOST = {
     "kvkit/observe": 1_300,
     "kvkit/router": 4_000,
     "kvkit/tiers": 6_400,
-    "kvkit/transfer": 3_950,
+    "kvkit/transfer": 4_050,
 }
 """Lines of code by room, blank ones and docstrings included."""
-CORE_LINES_AT_MOST = 52_200
+CORE_LINES_AT_MOST = 52_500
 """Lines of all rooms but the laboratory."""
 KERNELS = re.compile(r"(?:triton\.|gluon\.|numba\.|_)?n?jit\b")
 """What decorates a function that Triton or numba compiles: its parameters are registers and pointers, as are

@@ -32,6 +32,7 @@ from kvkit.adapters.vllm_tier.tier import KVKitTier
 from kvkit.tiers.testing.contract import DEADLINE_S
 
 BYTES, ROWS = 65536, 24
+CHUNK_TOKENS = 16
 PARALLEL = OffloadingParallelConfig(
     rank=0,
     world_size=1,
@@ -45,7 +46,10 @@ PARALLEL = OffloadingParallelConfig(
     is_parallelism_agnostic=False,
 )
 CONFIG = OffloadingConfig(
-    groups=(OffloadingGroupConfig(16, ("a", "b"), 0), OffloadingGroupConfig(16, ("c",), 1)),
+    groups=(
+        OffloadingGroupConfig(CHUNK_TOKENS, ("a", "b"), 0),
+        OffloadingGroupConfig(CHUNK_TOKENS, ("c",), 1),
+    ),
     worker_kv_bytes_per_block=BYTES,
     enable_kv_cache_events=True,
     extra_config={},
@@ -80,9 +84,9 @@ class Offloading:
         return np.asarray(self.manager.primary_tier.get_kv_memoryview()).view(np.uint8)
 
     @contextmanager
-    def request(self) -> Iterator[ReqContext]:
+    def request(self, **fields: Any) -> Iterator[ReqContext]:
         self._requests += 1
-        context = ReqContext(req_id=f"r{self._requests}")
+        context = ReqContext(req_id=f"r{self._requests}", **fields)
         self.manager.on_new_request(context)
         yield context
         self.manager.on_request_finished(context)
@@ -98,9 +102,11 @@ class Offloading:
             self.step()
             time.sleep(0.001)
 
-    def compute(self, keys: Sequence[OffloadKey]) -> None:
-        """Store the chunks of these keys: rows of `kv`."""
-        with self.request() as context:
+    def compute(self, keys: Sequence[OffloadKey], **fields: Any) -> None:
+        """Store the chunks of these keys: rows of `kv`. `fields`: those of the request."""
+        with self.request(**fields) as context:
+            for i, key in enumerate(keys):
+                context.set_offload_key_position(key, (i // 2 + 1) * CHUNK_TOKENS)
             self.begin_store(keys, context)
             self.until(lambda: not self.manager._jobs)
 

@@ -192,6 +192,7 @@ class _Served:
         self.llm: Any = None
         self.taken: list[Any] = []
         self.asked: list[int] | None = None
+        self.numbered = 0
 
     def open(self, options: Settings) -> None:
         from vllm import LLM
@@ -380,6 +381,27 @@ class _Served:
             self.llm.collective_rpc("reload_weights", 120.0, (), {"weights_path": folder})
         else:
             self.llm.collective_rpc(_load, 120.0, (folder,))
+
+    def advised(self, prompt: list[int], session: str | None, hints: list[Settings]) -> int:
+        """Answer one prompt with a session's id, or an orchestrator's hints; how much of it was cached."""
+        from vllm.v1.kv_hints import KvHintAction, KvHintsEnvelope
+
+        actions = [KvHintAction(f"a{i}", **hint) for i, hint in enumerate(hints)]
+        envelope = KvHintsEnvelope("0.1", "message", actions) if actions else None
+        engine, self.numbered = self.llm.llm_engine, self.numbered + 1
+        name = f"advised-{self.numbered}"
+        engine.add_request(name, _prompt(prompt), _sampling(1, None), session_id=session, kv_hints=envelope)
+        answers = []
+        while engine.has_unfinished_requests():
+            answers += engine.step()
+        self.come_to_rest()
+        self.flush()
+        cached: int = answers[-1].num_cached_tokens
+        return cached
+
+    def sleep_and_wake(self, level: int) -> None:
+        self.llm.sleep(level)
+        self.llm.wake_up()
 
     def set_weight_version(self, version: str) -> None:
         self.llm.llm_engine.set_weight_version(version)

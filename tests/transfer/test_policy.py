@@ -6,11 +6,13 @@ from dataclasses import replace
 
 import pytest
 
+from kvkit.tiers.eviction.policies import NORMAL
 from kvkit.transfer.policy import (
     DEFAULT_REQUEST_POLICY,
     Policy,
     PolicyError,
     RequestPolicy,
+    Retention,
     check,
     for_request,
     for_role,
@@ -86,6 +88,23 @@ def test_the_ends_of_every_range_are_possible_wishes() -> None:
         assert RequestPolicy(max_load_tokens=0, keep_s=0.0, priority=priority).retains
     assert RequestPolicy(keep_s=0.5).retains
     assert not RequestPolicy(max_load_tokens=8, store_to=()).retains
+
+
+def test_a_prefix_is_retained_up_to_its_end() -> None:
+    wish = RequestPolicy(
+        keep_s=5, prefixes=(Retention(20, keep_s=60, priority=50), Retention(30, priority=40), Retention(9))
+    )
+    assert wish.retains
+    kept = [(0, 60, 50), (19, 60, 50), (20, 5, 40), (29, 5, 40), (30, 5, NORMAL)]
+    assert [(token, *_retention(wish.at(token))) for token, _, _ in kept] == kept
+    low = RequestPolicy(priority=0, prefixes=(Retention(20, keep_s=60),))
+    assert [_retention(low.at(token)) for token in (0, 20)] == [(60, 0), (0, 0)]
+    assert RequestPolicy(keep_s=5).at(7) == RequestPolicy(keep_s=5)
+
+
+def _retention(policy: RequestPolicy) -> tuple[float, int]:
+    assert not policy.prefixes
+    return policy.keep_s, policy.priority
 
 
 def test_memory_that_is_only_passed_through_is_no_tier() -> None:

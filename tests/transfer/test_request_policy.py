@@ -16,7 +16,7 @@ from kvkit.tiers.base import Tier
 from kvkit.tiers.memory import MemoryTier
 from kvkit.tiers.objects import ObjectTier
 from kvkit.tiers.settings import TierConfig
-from kvkit.transfer.policy import DEFAULT_REQUEST_POLICY, PolicyError, RequestPolicy
+from kvkit.transfer.policy import DEFAULT_REQUEST_POLICY, PolicyError, RequestPolicy, Retention
 from kvkit.transfer.requests import RequestLimits, read
 
 LIMITS = RequestLimits(load_from=("disk",), store_to=("memory", "disk"), max_keep_s=60, max_priority=50)
@@ -205,6 +205,25 @@ def test_what_it_wants_kept_outlives_what_is_newer(caches: Caches, wish: Request
     fill_up(caches)
     assert caches.held(plain) == {"memory": 0, "disk": 0}
     assert caches.held(tokens) == {"memory": 3, "disk": 0 if when == "written back" else 3}
+
+
+@pytest.mark.parametrize("when", ["stored", "stored again", "held", "written back"])
+def test_of_a_prefix_that_it_wants_kept_no_more_is_kept(caches: Caches, when: str) -> None:
+    tokens = sequence(4)
+    wish = RequestPolicy(prefixes=(Retention(CHUNK + 1, keep_s=3600), Retention(CHUNK, priority=80)))
+    if when == "stored":
+        caches.store(tokens, wish)
+    else:
+        caches.store(tokens, to=("disk",) if when == "written back" else None)
+    if when == "stored again":
+        assert caches.store(tokens, wish) == 0
+    elif when == "held":
+        caches.cache.retain(tokens, wish)
+    elif when == "written back":
+        assert load_whole(caches, tokens, wish) == {"disk": len(tokens)}
+        caches.cache.flush()
+    fill_up(caches)
+    assert caches.held(tokens) == {"memory": 2, "disk": 0 if when == "written back" else 2}
 
 
 def test_what_has_a_low_priority_goes_before_what_is_older(caches: Caches) -> None:

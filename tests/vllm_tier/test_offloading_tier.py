@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+import threading
 from collections.abc import Iterator
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -13,9 +15,10 @@ import pytest
 
 pytest.importorskip("vllm")
 
-from offloading import CONFIG, PARALLEL, Offloading, keys
+from offloading import BYTES, CHUNK_TOKENS, CONFIG, PARALLEL, Offloading, keys
 from page_attacks import files
 from page_blocks import blocks, check_printed, on_page, run_shell
+from vllm.v1.kv_hints import KvHintAction, KvHintsEnvelope
 from vllm.v1.kv_offload.base import (
     Locality,
     LookupResult,
@@ -26,9 +29,11 @@ from vllm.v1.kv_offload.base import (
 from vllm.v1.kv_offload.config import OffloadingCacheConfig, OffloadingGroupConfig, OffloadingModelConfig
 from vllm.v1.kv_offload.tiering.base import TransferJob
 
+from kvkit.adapters.engine.keyed_pages import THREADS
 from kvkit.adapters.vllm.offloading import TIER_MODULE
 from kvkit.adapters.vllm_tier.tier import KVKitTier, page_layout
 from kvkit.settings import ConfigError
+from kvkit.tiers.testing.contract import DEADLINE_S
 
 KEYS = keys(20)
 
@@ -172,6 +177,70 @@ def test_new_weights_begin_an_epoch(offloading: Offloading, tmp_path: Path) -> N
     offloading.tier.connector_reset()
     offloading.forget()
     assert offloading.found(KEYS[6:8]) == 0
+
+
+HINT = KvHintAction(
+    "a", "kv.retain", "1.0", {"directives": [{"start": 0, "end": CHUNK_TOKENS + 4, "priority": 60}]}
+)
+
+
+@pytest.mark.parametrize("when", ["stored", "held"])
+@pytest.mark.parametrize(
+    ("fields", "kept"),
+    [
+        ({}, 0),
+        ({"kv_hints": KvHintsEnvelope("0.1", "m", [HINT])}, 4),
+        ({"kv_transfer_params": {"kv_cache": {"keep_s": 600}}}, 8),
+        ({"kv_transfer_params": {"kv_cache": {"keep_s": 6000}}}, 0),
+    ],
+)
+def test_what_a_request_wants_kept_outlives_what_is_newer(
+    tmp_path: Path, fields: dict[str, Any], kept: int, when: str
+) -> None:
+    """Of both groups, the chunks of the tokens that a hint names; nothing where limits are exceeded."""
+    tiers = {"disk": {"url": str(tmp_path), "capacity": int(16.5 * BYTES)}}
+    kvkit = {"staging": "4MiB", "timeout_s": DEADLINE_S, "tiers": tiers}
+    limits = {"max_keep_s": 600, "max_priority": 80}
+    offloading = Offloading(tmp_path, kvkit=kvkit, requests=limits)
+    first, newer = keys(8, seed=1), keys(40, seed=2)
+    if when == "stored":
+        offloading.compute(first, **fields)
+    else:
+        offloading.compute(first)
+        with offloading.request(**fields) as context:
+            for i, key in enumerate(first):
+                context.set_offload_key_position(key, (i // 2 + 1) * CHUNK_TOKENS)
+            offloading.manager.touch(first, context)
+            all_threads = threading.Barrier(THREADS + 1)
+            offloading.tier._store.workers.start(*[partial(all_threads.wait, DEADLINE_S)] * THREADS)
+            all_threads.wait(DEADLINE_S)  # so that the thread with the touch has ended it
+    for start in range(0, 40, 8):
+        offloading.compute(newer[start : start + 8])
+    offloading.forget()
+    assert offloading.found(first) == kept
+    offloading.shutdown()
+
+
+def test_what_is_to_be_stored_nowhere_is_not_stored(offloading: Offloading, tmp_path: Path) -> None:
+    offloading.compute(KEYS, kv_transfer_params={"kv_cache": {"store": False}})
+    assert not files(tmp_path)
+    offloading.forget()
+    assert offloading.found(KEYS) == 0
+
+
+@pytest.mark.parametrize(("keeps", "kept"), [(True, 4), (False, 0)])
+def test_chunks_are_kept_over_a_sleep_if_the_operator_says_so(tmp_path: Path, keeps: bool, kept: int) -> None:
+    offloading = Offloading(tmp_path, keep_over_sleep=keeps)
+    offloading.compute(KEYS[:4])
+    offloading.tier.falls_asleep()
+    offloading.tier.connector_reset()
+    offloading.tier.wakes_up()
+    offloading.forget()
+    assert offloading.found(KEYS[:4]) == kept
+    offloading.tier.connector_reset()
+    offloading.forget()
+    assert offloading.found(KEYS[:4]) == 0
+    offloading.shutdown()
 
 
 def test_a_reset_waits_for_moves_under_way(offloading: Offloading) -> None:
