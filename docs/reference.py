@@ -269,14 +269,16 @@ def tests() -> str:
 def documented_metrics(text: str) -> str:
     """The table in the text of a module, which tests hold against what is exported."""
     rows = [line for line in text.splitlines() if line.startswith("|")]
-    return "\n".join(re.sub(r"((?:vllm:)?kvkit_\w+)", r"`\1`", row) for row in rows)
+    return "\n".join(re.sub(r"((?:vllm:)?(?:kvkit|kv_offload)_\w+)", r"`\1`", row) for row in rows)
 
 
 def vllm_metrics() -> str:
     """`kvkit.adapters.vllm.stats.METRICS`, read without vLLM."""
     tree = ast.parse((ROOT / "adapters/vllm/stats.py").read_text())
-    (table,) = (node.value for node in tree.body if isinstance(node, ast.Assign))
-    return str(ast.literal_eval(table))
+    assigned = {
+        ast.unparse(node.targets[0]): node.value for node in tree.body if isinstance(node, ast.Assign)
+    }
+    return str(ast.literal_eval(assigned["METRICS"]))
 
 
 def is_section(field: FieldInfo) -> bool:

@@ -30,7 +30,7 @@ from kvkit.adapters.vllm.identity import lora_settings, rank_namespace
 from kvkit.adapters.vllm.loras import Loras
 from kvkit.adapters.vllm.offloading import identify_tiers
 from kvkit.adapters.vllm.scheduler_side import SchedulerSide
-from kvkit.adapters.vllm.settings import WHERE, read_settings
+from kvkit.adapters.vllm.settings import NAME, WHERE, read_settings
 from kvkit.adapters.vllm.stats import PromMetrics, Stats
 from kvkit.adapters.vllm.step import StepMetadata, WorkerReport
 from kvkit.adapters.vllm.worker import IdleWorker, Worker
@@ -43,7 +43,6 @@ if TYPE_CHECKING:
     from vllm.v1.outputs import KVConnectorOutput
 
 log = logging.getLogger(__name__)
-NAME = "KVKitConnector"
 
 
 def register() -> None:

@@ -17,7 +17,7 @@ from kvkit.tiers.eviction.policies import HIGHEST, NORMAL
 from kvkit.transfer.policy import PolicyError, check_named, in_effect
 from kvkit.transfer.requests import RequestLimits
 
-WHERE = "kv_connector_extra_config"
+NAME, WHERE = "KVKitConnector", "kv_connector_extra_config"
 
 
 class BlendSettings(BaseModel):

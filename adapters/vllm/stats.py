@@ -14,6 +14,7 @@ from typing import Any
 
 from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorPromMetrics, KVConnectorStats
 
+from kvkit.adapters.vllm.settings import NAME
 from kvkit.adapters.vllm.step import BlendDone
 from kvkit.cache import Cache, Loaded, Stored
 from kvkit.handoff.protocol.messages import HANDOFF
@@ -40,8 +41,30 @@ METRICS = """\
 | vllm:kvkit_blend_seconds | rank, stage | seconds by stage: load, place (a part of load), choose, rows |
 | vllm:kvkit_load_bytes_per_second | rank | histogram: throughput of a request's load |
 | vllm:kvkit_store_bytes_per_second | rank | histogram: throughput of a save from vLLM's pages |
+| vllm:kv_offload_load_bytes | | bytes loaded into vLLM's pages, all ranks |
+| vllm:kv_offload_load_time | | seconds of these loads |
+| vllm:kv_offload_store_bytes | | bytes saved from vLLM's pages, all ranks |
+| vllm:kv_offload_store_time | | seconds of these saves |
+| vllm:kv_offload_tiering_read_bytes | tier | bytes loaded into vLLM's pages, all ranks |
+| vllm:kv_offload_tiering_read_time | tier | seconds of a tier's reads |
+| vllm:kv_offload_tiering_write_bytes | tier | bytes of complete puts, all ranks |
+| vllm:kv_offload_tiering_write_time | tier | seconds of a tier's puts |
 """
-"""Table of the metrics. vLLM's own labels (model_name, engine) come before these labels."""
+"""Table of the metrics. vLLM's own labels (model_name, engine) come before these labels.
+
+Those named `kv_offload` have the names and labels of vLLM's own offloading, for dashboards that show either.
+"""
+
+_OFFLOADING = {
+    "loaded_bytes": ("kv_offload_load_bytes", "kv_offload_tiering_read_bytes"),
+    "load_seconds": ("kv_offload_load_time",),
+    "saved_bytes": ("kv_offload_store_bytes",),
+    "save_seconds": ("kv_offload_store_time",),
+    "read_seconds": ("kv_offload_tiering_read_time",),
+    "stored_bytes": ("kv_offload_tiering_write_bytes",),
+    "write_seconds": ("kv_offload_tiering_write_time",),
+}
+"""Names of vLLM's own offloading for counts, which are summed over ranks."""
 
 
 class Stats(KVConnectorStats):  # type: ignore[misc]  # vLLM is not typed for mypy
@@ -84,15 +107,21 @@ def _add(total: Any, value: Any) -> Any:
 
 
 class PromMetrics(KVConnectorPromMetrics):  # type: ignore[misc]
-    """Prometheus metrics, as listed in `METRICS`."""
+    """Prometheus metrics, as listed in `METRICS`.
 
-    def __init__(self, *arguments: Any) -> None:
-        super().__init__(*arguments)
+    The names of vLLM's own offloading are left to it where kvkit is one connector of several.
+    """
+
+    def __init__(self, vllm_config: Any, *arguments: Any) -> None:
+        super().__init__(vllm_config, *arguments)
         self._metrics: dict[str, Any] = {}
+        alone = vllm_config.kv_transfer_config.kv_connector == NAME
         for row in METRICS.splitlines()[2:]:
             name, labels, meaning = (cell.strip() for cell in row.strip("|").split("|"))
-            description = name, meaning, [*self._labelnames, *labels.split(", ")]
-            self._metrics[name.removeprefix("vllm:kvkit_")] = (
+            if name.startswith("vllm:kv_offload_") and not alone:
+                continue
+            description = name, meaning, [*self._labelnames, *filter(None, labels.split(", "))]
+            self._metrics[name.removeprefix("vllm:").removeprefix("kvkit_")] = (
                 self._histogram_cls(*description, buckets=BYTES_PER_SECOND)
                 if meaning.startswith("histogram")
                 else self._counter_cls(*description)
@@ -100,18 +129,27 @@ class PromMetrics(KVConnectorPromMetrics):  # type: ignore[misc]
 
     def observe(self, transfer_stats_data: dict[str, Any], engine_idx: int = 0) -> None:
         """Add the counts of an interval."""
+        engine = self.per_engine_labelvalues[engine_idx]
         for rank, counted in transfer_stats_data.items():
-            values = [*self.per_engine_labelvalues[engine_idx], rank]
             for name, value in counted.items():
-                metric = self._metrics[name]
-                if isinstance(value, dict):
-                    for tier, amount in value.items():
-                        metric.labels(*values, tier).inc(amount)
-                elif isinstance(value, list):
-                    for observed in value:
-                        metric.labels(*values).observe(observed)
-                else:
-                    metric.labels(*values).inc(value)
+                self._add(name, [*engine, rank], value)
+                for offloading_name in _OFFLOADING.get(name, ()):
+                    by_tier = "tiering" in offloading_name or not isinstance(value, dict)
+                    self._add(offloading_name, engine, value if by_tier else sum(value.values()))
+
+    def _add(self, name: str, labels: list[Any], value: Any) -> None:
+        """Add a count: a number, numbers by tier, or a list of observations; other names are ignored."""
+        metric = self._metrics.get(name)
+        if metric is None:
+            return
+        if isinstance(value, dict):
+            for tier, amount in value.items():
+                metric.labels(*labels, tier).inc(amount)
+        elif isinstance(value, list):
+            for observed in value:
+                metric.labels(*labels).observe(observed)
+        else:
+            metric.labels(*labels).inc(value)
 
 
 class Refusals:
@@ -156,7 +194,8 @@ class Recorder:
     def loaded(self, loaded: Loaded, seconds: float, complete: bool) -> None:
         """Note a load. `complete`: True if it loaded all tokens that the lookup found."""
         if loaded.tokens:
-            self._note(load_bytes_per_second=[loaded.tokens * self._bytes_per_token / seconds])
+            rate = loaded.tokens * self._bytes_per_token / seconds
+            self._note(load_bytes_per_second=[rate], load_seconds=seconds)
         if not complete:
             self._note(load_errors=1)
 
@@ -178,7 +217,8 @@ class Recorder:
     def stored(self, stored: Stored | None, seconds: float) -> None:
         """Note a save."""
         if stored is not None and stored.new_tokens:
-            self._note(store_bytes_per_second=[stored.new_tokens * self._bytes_per_token / seconds])
+            size = stored.new_tokens * self._bytes_per_token
+            self._note(store_bytes_per_second=[size / seconds], saved_bytes=size, save_seconds=seconds)
 
     def take(self) -> Stats | None:
         """Return the counts since the last call, or None if there are none."""
@@ -187,6 +227,8 @@ class Recorder:
         increases: dict[str, Any] = {"lookup_tokens": now.lookup_tokens - before.lookup_tokens}
         for name in ("hit_tokens", "approximate_tokens", "loaded_tokens", "loaded_bytes", "stored_bytes"):
             increases[name] = dict(getattr(now, name) - getattr(before, name))
+        for name, direction in (("read_seconds", "get"), ("write_seconds", "put")):
+            increases[name] = dict(_seconds(now, direction) - _seconds(before, direction))
         increases["stored_tokens"] = dict(self._stored_tokens(now) - self._stored_tokens(before))
         self._note(**{name: value for name, value in increases.items() if value})
         with self._lock:
@@ -202,3 +244,8 @@ class Recorder:
         """Return tokens by tier from all records so far: rounding per interval would lose parts of chunks."""
         tokens, records = self._tokens_per_record, counts.stored_records - counts.snapshot_records
         return Counter({tier: round(n * tokens) for tier, n in records.items() if tier != HANDOFF})
+
+
+def _seconds(counts: Counts, direction: str) -> Counter[str]:
+    """Return the seconds of a direction's transfers, by tier."""
+    return Counter({tier: times.total for (tier, way), times in counts.seconds.items() if way == direction})

@@ -26,7 +26,7 @@ def exported() -> dict[str, set[str]]:
     found: dict[str, set[str]] = {}
     tables = metrics.METRICS + (router_metrics.__doc__ or "") + vllm_metrics()
     for name, labels, meaning in re.findall(
-        r"^\| (\S*kvkit_\w+) \| ?(.*?) ?\| (.*) \|$", tables, re.MULTILINE
+        r"^\| (\S*(?:kvkit|kv_offload)_\w+) \| ?(.*?) ?\| (.*) \|$", tables, re.MULTILINE
     ):
         own = {*filter(None, labels.split(", "))}
         if meaning.startswith("histogram"):
@@ -48,7 +48,7 @@ def queries(dashboard: dict[str, Any]) -> Iterator[str]:
 def unknown(query: str) -> set[str]:
     """What a query names that is not exported: metrics, and labels that none of its metrics has."""
     series = exported()
-    named = set(re.findall(r"(?:vllm:)?kvkit_\w+", query))
+    named = set(re.findall(r"(?:vllm:)?(?:kvkit|kv_offload)_\w+", query))
     grouped = re.findall(r"(?:by|ignoring|without) \(([\w, ]+)\)", query)
     labels = {label for group in grouped for label in group.split(", ")}
     labels |= set(re.findall(r"(\w+)\s*(?:=~|!~|!=|=)", query))
@@ -58,7 +58,7 @@ def unknown(query: str) -> set[str]:
 def test_queries_name_what_is_exported() -> None:
     found = {query: unknown(query) for query in queries(DASHBOARD)}
     assert len(found) > 50
-    assert all(re.search(r"kvkit_\w", query) for query in found)
+    assert all(re.search(r"(?:kvkit|kv_offload)_\w", query) for query in found)
     assert {query: wrong for query, wrong in found.items() if wrong} == {}
 
 

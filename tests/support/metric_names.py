@@ -11,7 +11,7 @@ Samples = dict[tuple[str, frozenset[tuple[str, str]]], float]
 
 def documented(text: str | None) -> set[str]:
     """The names in the table of a module that exports metrics."""
-    return set(re.findall(r"^\| ((?:vllm:)?kvkit_\w+) \|", text or "", re.MULTILINE))
+    return set(re.findall(r"^\| ((?:vllm:)?(?:kvkit|kv_offload)_\w+) \|", text or "", re.MULTILINE))
 
 
 def samples(text: str) -> Samples:

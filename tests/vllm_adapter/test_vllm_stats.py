@@ -14,8 +14,13 @@ pytest.importorskip("vllm")
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 from prometheus_client.parser import text_string_to_metric_families
+from vllm.distributed.kv_transfer.kv_connector.v1.offloading.metrics import (
+    get_connector_metric_definitions,
+)
+from vllm.v1.kv_offload.tiering.spec import TieringOffloadingSpec
 
 from kvkit.adapters.vllm.connector import log_as_vllm
+from kvkit.adapters.vllm.settings import NAME
 from kvkit.adapters.vllm.stats import METRICS, PromMetrics, Recorder, Refusals, Stats
 from kvkit.adapters.vllm.step import BlendDone
 from kvkit.cache import Loaded, Stored
@@ -77,7 +82,7 @@ def test_tokens_of_chunks_that_are_stored_piece_by_piece_add_up(counts: Counts, 
     assert told == 2 * 16
 
 
-def exported() -> dict[tuple[str, frozenset[tuple[str, str]]], float]:
+def exported(connector: str = NAME) -> dict[tuple[str, frozenset[tuple[str, str]]], float]:
     """What Prometheus sees of both ranks."""
     registry = CollectorRegistry()
 
@@ -85,7 +90,8 @@ def exported() -> dict[tuple[str, frozenset[tuple[str, str]]], float]:
         return lambda *arguments, **options: kind(*arguments, **options, registry=registry)
 
     kinds = {kind: into(kind) for kind in (Gauge, Counter, Histogram)}
-    shown = PromMetrics(SimpleNamespace(kv_transfer_config=None), kinds, ["engine"], {0: ["0"]})
+    config = SimpleNamespace(kv_transfer_config=SimpleNamespace(kv_connector=connector))
+    shown = PromMetrics(config, kinds, ["engine"], {0: ["0"]})
     shown.observe(both_ranks().data)
     families = text_string_to_metric_families(generate_latest(registry).decode())
     return {(s.name, frozenset(s.labels.items())): s.value for f in families for s in f.samples}
@@ -103,8 +109,28 @@ def test_prometheus_sees_each_rank() -> None:
     assert value("load_bytes_per_second_count", rank="1") == 2
 
 
+def test_names_of_vllms_own_offloading_count_all_ranks_unless_it_is_there_itself() -> None:
+    found, both = exported(), exported("MultiConnector")
+    engine = ("engine", "0")
+    assert found["vllm:kv_offload_load_bytes_total", frozenset({engine})] == 200
+    assert found["vllm:kv_offload_tiering_read_bytes_total", frozenset({engine, ("tier", "disk")})] == 200
+    assert not any(name.startswith("vllm:kv_offload_") for name, _ in both)
+    assert both["vllm:kvkit_loaded_bytes_total", frozenset({engine, ("rank", "1"), ("tier", "disk")})] == 50
+
+
+def test_names_of_vllms_own_offloading_have_its_labels() -> None:
+    transfers = get_connector_metric_definitions()
+    tiers = TieringOffloadingSpec.build_metric_definitions({"secondary_tiers": [{"type": "fs"}]})
+    rows = re.findall(r"^\| (vllm:kv_offload_\w+) \| ([\w, ]*)\|", METRICS, re.MULTILINE)
+    assert {(name, labels.strip()) for name, labels in rows} <= {
+        (name, ", ".join(definition.labelnames)) for name, definition in {**transfers, **tiers}.items()
+    }
+
+
 def test_the_table_lists_what_is_told(counts: Counts, recorder: Recorder) -> None:
     counts.lookup_tokens += 16
+    counts.moved("disk", "get", 100, 1.0)
+    counts.moved("disk", "put", 100, 1.0)
     for counter in (counts.hit_tokens, counts.approximate_tokens, counts.loaded_tokens, counts.loaded_bytes):
         counter["disk"] += 16
     for counter in (counts.stored_records, counts.stored_bytes):
@@ -121,9 +147,12 @@ def test_the_table_lists_what_is_told(counts: Counts, recorder: Recorder) -> Non
     told.aggregate(refused)
     rows = re.findall(r"^\| vllm:kvkit_(\w+) \| ([\w, ]*) \|", METRICS, re.MULTILINE)
     by = {name: ", stage" if name == "blend_seconds" else ", tier" for name in told.data["0"]}
+    only = {"load_seconds", "saved_bytes", "save_seconds", "read_seconds", "write_seconds"}
     assert dict(rows) == {
-        name: "rank" + by[name] * isinstance(value, dict) for name, value in told.data["0"].items()
-    }
+        name: "rank" + by[name] * isinstance(value, dict)
+        for name, value in told.data["0"].items()
+        if name not in only
+    }, "those have the names of vLLM's own offloading alone"
     assert recorder.take() is None
 
 
