@@ -32,7 +32,7 @@ ENGINES := $(addprefix tests/vllm_adapter/test_vllm_,$(addsuffix .py,blend_docum
 	blend_ways blends drafts hybrids loras models overlapping pooling rows zoo))
 # what every engine needs: CI runs these with both
 CONNECTOR := $(addprefix tests/vllm_adapter/test_vllm_,$(addsuffix .py,blend_scheduling compat engine events handoff \
-	identity matching media pages pd requests resets row_attention scheduler sessions states weights worker written)) \
+	identity matching media pages pd requests resets row_attention scheduler sessions states traces weights worker written)) \
 	tests/benchmarking/test_vllm_many.py tests/vllm_tier
 # those whose tests ask for nothing that vLLM refuses where steps overlap
 OVERLAPPING := $(addprefix tests/vllm_adapter/test_vllm_,$(addsuffix .py,blend_documents blend_machine blend_scheduling hybrids loras \

@@ -77,11 +77,12 @@ class RequestStats:
                 return
             del self._requests[request_id]
         if self._logs:
-            hit, stored = _by_tier(counts.hit or {}), _by_tier(counts.stored)
+            hit, stored = by_tier(counts.hit or {}), by_tier(counts.stored)
             log.info(
                 "%s: of %d prompt tokens hit %s; stored %s", request_id, counts.prompt_tokens, hit, stored
             )
 
 
-def _by_tier(tokens: Mapping[str, int]) -> str:
+def by_tier(tokens: Mapping[str, int]) -> str:
+    """Return tokens by tier as text, such as `512 (memory), 128 (disk)`."""
     return ", ".join(f"{count} ({tier})" for tier, count in tokens.items() if count) or "none"

@@ -11,6 +11,7 @@ from functools import partial
 
 from kvkit.adapters.engine.loads import LoadMode, PromptHit, PromptLoad
 from kvkit.adapters.engine.request_stats import RequestStats
+from kvkit.adapters.engine.spans import RequestSpans
 from kvkit.adapters.engine.speed import Speed
 from kvkit.adapters.vllm.namespaces import Namespaces
 from kvkit.adapters.vllm.pages import GroupPages, complete_tokens
@@ -87,6 +88,7 @@ class WorkerContext:
     def __post_init__(self) -> None:
         self.stats = Recorder(self.cache)
         self.request_stats = RequestStats(logs=self.namespace.rank == 0)
+        self.spans = RequestSpans(self.namespace.rank)
         self.prefill_speed = Speed(self.namespace.chunk_tokens)
         self.row_speed = Speed(1, BLEND_SPEED_S)
         self.on_gpu = self.groups[0].pages.device.type == "cuda"

@@ -15,6 +15,7 @@ from kvkit.adapters.vllm.params import HandoffUnavailable, RemoteDecode, RemoteP
 from kvkit.adapters.vllm.settings import WHERE, Settings
 from kvkit.adapters.vllm.stats import Refusals
 from kvkit.config import Config
+from kvkit.observe.tracing import trace_headers
 from kvkit.settings import ConfigError
 from kvkit.transfer.policy import RequestPolicy
 
@@ -95,6 +96,10 @@ class VllmEngine:
         if request.session_id is None or policy.retains:
             return policy
         return replace(policy, keep_s=sessions.keep_s, priority=sessions.priority)
+
+    def trace_of(self, request: Any) -> dict[str, str]:
+        """Return the headers of the trace that a request came with; empty: it came with none."""
+        return trace_headers(request.trace_headers)
 
     def lookup_inline(self, lookup: LookupRequest) -> LookupAnswer | None:
         """Ask the worker at once if it is the only one and in this process; otherwise return None."""

@@ -96,6 +96,9 @@ class EngineView(Protocol):
     def policy_of(self, request: Any) -> RequestPolicy:
         """Return a request's policy."""
 
+    def trace_of(self, request: Any) -> dict[str, str]:
+        """Return the headers of the trace that a request came with; empty: none."""
+
     def lookup_inline(self, lookup: LookupRequest) -> LookupAnswer | None:
         """Answer a lookup at once; return None if only the workers can answer it."""
 

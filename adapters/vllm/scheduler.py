@@ -54,6 +54,7 @@ class Scheduler:
         self._keeps_old = False  # vLLM's own prefix cache kept blocks from before the last reset
         self._requests: dict[str, RequestState] = {}
         self._ended: dict[str, int] = {}
+        self._traces: dict[str, dict[str, str]] = {}
         self._allocations = PendingAllocations(config.block_tokens, config.states, engine.free_blocks)
         self._loads = LoadPlanner(config, engine)
         self._prefetches = PrefetchPlanner(config, engine)
@@ -131,8 +132,9 @@ class Scheduler:
             acked_failure_step=self._acked_failure_step,
             epoch=self.epoch,
             ended=self._ended,
+            traces=self._traces,
         )
-        self._ended, self._announced_epoch = {}, self.epoch
+        self._ended, self._traces, self._announced_epoch = {}, {}, self.epoch
         states = ((self._requests.get(request_id), tokens) for request_id, tokens in scheduled.items())
         current = [(state, n) for state, n in states if state is not None and not self._is_void(state)]
         for planner in self._planners:
@@ -207,6 +209,8 @@ class Scheduler:
             policy, handoff = self.engine.policy_of(request), self.engine.handoff_of(request)
             state = RequestState(request, policy, handoff, epoch=self.epoch)
             self._requests[request.request_id] = state
+            if trace := self.engine.trace_of(request):
+                self._traces[request.request_id] = trace
             for planner in self._planners:
                 planner.on_new_request(state)
         state.request = request

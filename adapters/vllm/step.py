@@ -189,6 +189,7 @@ class StepMetadata(KVConnectorMetadata):  # type: ignore[misc]  # vLLM is not ty
         acked_failure_step: last step with a failed load that the scheduler knew of when it planned this one.
         epoch: name of the epoch. When it changes, workers forget all earlier KV.
         ended: number of prompt tokens of each ended request, by request id.
+        traces: headers of the trace of each new request that came with one, by request id.
     """
 
     number: int = 0
@@ -208,6 +209,7 @@ class StepMetadata(KVConnectorMetadata):  # type: ignore[misc]  # vLLM is not ty
     acked_failure_step: int = 0
     epoch: str = ""
     ended: dict[str, int] = field(default_factory=dict)
+    traces: dict[str, dict[str, str]] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)

@@ -153,6 +153,7 @@ class Worker:
         if step.epoch != self._context.epoch:
             self._begin_epoch(step.epoch)
         self._context.number = step.number
+        self._context.spans.note_traces(step.traces)
         for capability in self.capabilities:
             capability.begin_step(step)
         self._step_began = time.monotonic()
@@ -202,6 +203,7 @@ class Worker:
         finished = FinishedRequests()
         for capability in self.capabilities:
             capability.finish_requests(request_ids, finished)
+        self._context.spans.forget(request_ids)
         self._released |= finished.released
         sent = {
             request_id

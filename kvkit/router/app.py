@@ -39,6 +39,7 @@ from kvkit.router.metrics import RouterMetrics
 from kvkit.router.openai import Kind
 from kvkit.router.settings import RouterConfig
 from kvkit.router.tokens import Headers, NoTokens, Tokenizer
+from kvkit.router.traces import Traces
 from kvkit.router.warmer import DocumentWarmer
 from kvkit.settings import ConfigError
 from kvkit.transfer import requests
@@ -127,7 +128,10 @@ class Router:
             self._tokenizer = Tokenizer(decodes, config.prefill_timeout_s)
             limit_s = config.lookup_timeout_s
             self._documents = Documents(self._tokenizer, decodes, lookup, caches, limit_s, config.requests)
-            self._dispatcher = Dispatcher(config, engines, self._tokenizer, self._metrics, lookup)
+            self._traces = Traces(config.otlp_traces_endpoint)
+            self._dispatcher = Dispatcher(
+                config, engines, self._tokenizer, self._metrics, lookup, self._traces
+            )
             for warning in config.warnings:
                 log.warning(warning)
             await asyncio.gather(*(engine.probe() for engine in engines), *checks)
@@ -139,11 +143,16 @@ class Router:
             for task in tasks:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
+            await asyncio.to_thread(self._traces.close)
 
     async def _serve(self, kind: Kind, request: web.Request) -> web.StreamResponse:
         """Answer a completion request, to the last byte."""
 
         async def complete(client: Client, headers: dict[str, str], data: bytes) -> web.StreamResponse:
+            with self._traces.span("kvkit.router", headers, request=headers[_REQUEST_HEADER]) as below:
+                return await complete_below(client, below, data)
+
+        async def complete_below(client: Client, headers: Headers, data: bytes) -> web.StreamResponse:
             parsed = openai.parse(kind, data)
             openai.check_request_policy(parsed, self._config.requests)
             text_of = partial(self._documents.text_of, request=parsed)

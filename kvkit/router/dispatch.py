@@ -32,9 +32,12 @@ from kvkit.router.openai import Body, ParsedRequest
 from kvkit.router.routing import Candidate, Decision, decide, update_speed
 from kvkit.router.settings import RouterConfig
 from kvkit.router.tokens import NoTokens, Tokenizer
+from kvkit.router.traces import Traces
 
 log = logging.getLogger(__name__)
 
+DECODE = "kvkit.router.decode"
+"""Name of the span of a decode engine's answer."""
 MAX_SESSIONS = 100_000
 """Maximum number of conversations to remember, each with its last D."""
 
@@ -117,8 +120,10 @@ class Dispatcher:
         tokenizer: Tokenizer,
         metrics: RouterMetrics,
         lookup: Lookup | None,
+        traces: Traces,
     ) -> None:
         self._config = config
+        self._traces = traces
         self._engines = {engine.name: engine for engine in engines}
         self._tokenizer = tokenizer
         self._metrics = metrics
@@ -181,7 +186,8 @@ class Dispatcher:
         if self._lookup is None or not (routed.can_disaggregate or routed.request.blends):
             return
         limit_s = self._config.lookup_timeout_s
-        with self._metrics.seconds.labels("lookup").time():
+        span = self._traces.span("kvkit.router.lookup", routed.headers)
+        with self._metrics.seconds.labels("lookup").time(), span:
             ids = await self._prompt_ids(routed)
             if ids is None:
                 return
@@ -258,13 +264,16 @@ class Dispatcher:
         if decode.config.handoff is not None:
             prefill_params["handoff"] = decode.config.handoff
         start = _now()
-        with prefill.counted_request(new_tokens), self._metrics.seconds.labels("prefill").time():
-            reply = await self._ask_engine(
-                routed,
-                prefill,
-                openai.prefill_body(routed.engine_request, prefill_params),
-                self._config.prefill_timeout_s,
-            )
+        span = self._traces.span(
+            "kvkit.router.prefill", routed.headers, engine=prefill.name, new_tokens=new_tokens
+        )
+        with (
+            prefill.counted_request(new_tokens),
+            self._metrics.seconds.labels("prefill").time(),
+            span as headers,
+        ):
+            body = openai.prefill_body(routed.engine_request, prefill_params)
+            reply = await self._ask_engine(routed, prefill, body, headers, self._config.prefill_timeout_s)
         computed = openai.computed_tokens(reply)
         tokens = new_tokens if computed is None else computed
         prefill.prefill_speed = update_speed(prefill.prefill_speed, tokens, _now() - start)
@@ -288,15 +297,18 @@ class Dispatcher:
     async def _reply(self, routed: RoutedRequest, params: Body | None, decode: Engine) -> web.StreamResponse:
         """Return an answer that is not a stream."""
         body = openai.decode_body(routed.engine_request, params)
-        reply = await self._ask_engine(routed, decode, body, self._config.request_timeout_s)
+        with self._traces.span(DECODE, routed.headers, engine=decode.name) as headers:
+            reply = await self._ask_engine(routed, decode, body, headers, self._config.request_timeout_s)
         self._remember_session(routed, decode)
         openai.remove_params(reply)
         return web.json_response(reply)
 
-    async def _ask_engine(self, routed: RoutedRequest, engine: Engine, body: Body, limit_s: float) -> Body:
+    async def _ask_engine(
+        self, routed: RoutedRequest, engine: Engine, body: Body, headers: Mapping[str, str], limit_s: float
+    ) -> Body:
         """Return an engine's whole answer."""
         read = partial(openai.read_answer, routed.engine_request)
-        reply = await engine.ask("POST", routed.engine_request.path, body, routed.headers, limit_s, read)
+        reply = await engine.ask("POST", routed.engine_request.path, body, headers, limit_s, read)
         if openai.is_aborted(reply):
             raise EngineFailed(engine, "aborted", "it aborted the request")
         return reply
@@ -307,19 +319,20 @@ class Dispatcher:
         """Stream an answer, or the rest of one, to the client."""
         start, began = _now(), False
         body, limit_s = openai.decode_body(routed.engine_request, params), self._config.first_token_timeout_s
-        async with decode.request("POST", routed.engine_request.path, body, routed.headers, limit_s) as (
-            response,
-            deadline,
-        ):
-            async for event in _read_events(decode, routed.engine_request, response):
-                if not began:
-                    began = True
-                    share.tokens = 0
-                    self._remember_session(routed, decode)
-                    self._record_speed(routed, decode, params is not None, _now() - start)
-                deadline.reschedule(None)  # the client's time does not count against the engine
-                await _forward_event(routed, decode, event)
-                deadline.reschedule(_now() + self._config.idle_timeout_s)
+        with self._traces.span(DECODE, routed.headers, engine=decode.name) as headers:
+            async with decode.request("POST", routed.engine_request.path, body, headers, limit_s) as (
+                response,
+                deadline,
+            ):
+                async for event in _read_events(decode, routed.engine_request, response):
+                    if not began:
+                        began = True
+                        share.tokens = 0
+                        self._remember_session(routed, decode)
+                        self._record_speed(routed, decode, params is not None, _now() - start)
+                    deadline.reschedule(None)  # the client's time does not count against the engine
+                    await _forward_event(routed, decode, event)
+                    deadline.reschedule(_now() + self._config.idle_timeout_s)
         if not routed.answer.finished:
             raise EngineFailed(decode, "cut", "its stream ended before its answer did")
         return await routed.client.end_stream()

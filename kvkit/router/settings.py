@@ -159,6 +159,9 @@ class RouterConfig(RoutingLimits):
     requests: RequestLimits | None = Field(
         default=None, description="limits on request policies; none: requests may have no policy"
     )
+    otlp_traces_endpoint: Url | None = Field(
+        default=None, description="URL to send OpenTelemetry spans to, as vLLM's option; none: no spans"
+    )
     connect_timeout_s: PositiveSeconds = Field(default=5.0, description="time to connect to an engine")
     lookup_timeout_s: PositiveSeconds = Field(default=1.0, description="time for engines to answer a lookup")
     prefill_timeout_s: PositiveSeconds = Field(

@@ -75,11 +75,11 @@ CLASS_LINES_AT_MOST, FUNCTION_LINES_AT_MOST = 300, 60
 EXCEPTED = {"kvkit/cache.py: Cache": 395}
 """The public class, a third of which is docstrings: 33 methods of at most 31 lines."""
 ROOM_LINES_AT_MOST = {
-    "adapters/engine": 1_750,
+    "adapters/engine": 1_850,
     "adapters/huggingface": 1_700,
     "adapters/lmcache": 400,
     "adapters/sglang": 400,
-    "adapters/vllm": 9_150,
+    "adapters/vllm": 9_250,
     "adapters/vllm_tier": 400,
     "kernels": 380,
     "kernels/attention": 4_550,
@@ -92,12 +92,12 @@ ROOM_LINES_AT_MOST = {
     "kvkit/handoff": 5_500,
     "kvkit/lab": 11_000,
     "kvkit/observe": 1_300,
-    "kvkit/router": 4_000,
+    "kvkit/router": 4_100,
     "kvkit/tiers": 6_400,
     "kvkit/transfer": 4_050,
 }
 """Lines of code by room, blank ones and docstrings included."""
-CORE_LINES_AT_MOST = 52_500
+CORE_LINES_AT_MOST = 52_800
 """Lines of all rooms but the laboratory."""
 KERNELS = re.compile(r"(?:triton\.|gluon\.|numba\.|_)?n?jit\b")
 """What decorates a function that Triton or numba compiles: its parameters are registers and pointers, as are

@@ -112,12 +112,15 @@ def ask(url: str, path: str, body: Body | None = None, **headers: str) -> tuple[
     return status, json.loads(raw)
 
 
-def stream(url: str, path: str, body: Body, timeout_s: float = DEADLINE_S) -> Iterator[Body]:
+def stream(url: str, path: str, body: Body, timeout_s: float = DEADLINE_S, **headers: str) -> Iterator[Body]:
     """The events of a stream as they come. It must end as streams do."""
     parts = urlsplit(url)
     with closing(http.client.HTTPConnection(parts.netloc, timeout=timeout_s)) as connection:
         connection.request(
-            "POST", path, json.dumps({**body, "stream": True}), {"Content-Type": "application/json"}
+            "POST",
+            path,
+            json.dumps({**body, "stream": True}),
+            {"Content-Type": "application/json", **headers},
         )
         reply = connection.getresponse()
         assert reply.status == 200, reply.read()

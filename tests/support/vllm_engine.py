@@ -382,15 +382,31 @@ class _Served:
         else:
             self.llm.collective_rpc(_load, 120.0, (folder,))
 
-    def advised(self, prompt: list[int], session: str | None, hints: list[Settings]) -> int:
-        """Answer one prompt with a session's id, or an orchestrator's hints; how much of it was cached."""
+    def advised(
+        self,
+        prompt: list[int],
+        session: str | None = None,
+        hints: Sequence[Settings] = (),
+        trace: str = "",
+        params: Settings | None = None,
+    ) -> int:
+        """Answer one prompt with a session's id, an orchestrator's hints or a trace; how much was cached."""
         from vllm.v1.kv_hints import KvHintAction, KvHintsEnvelope
 
         actions = [KvHintAction(f"a{i}", **hint) for i, hint in enumerate(hints)]
         envelope = KvHintsEnvelope("0.1", "message", actions) if actions else None
         engine, self.numbered = self.llm.llm_engine, self.numbered + 1
         name = f"advised-{self.numbered}"
-        engine.add_request(name, _prompt(prompt), _sampling(1, None), session_id=session, kv_hints=envelope)
+        sampling = _sampling(1, None, extra_args={"kv_transfer_params": params} if params else None)
+        headers = {"traceparent": trace} if trace else None
+        engine.add_request(
+            name,
+            _prompt(prompt),
+            sampling,
+            session_id=session,
+            kv_hints=envelope,
+            trace_headers=headers,
+        )
         answers = []
         while engine.has_unfinished_requests():
             answers += engine.step()

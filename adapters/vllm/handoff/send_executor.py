@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from functools import partial
 
+from kvkit.adapters.engine.spans import Span
 from kvkit.adapters.vllm.capability import Capability, FinishedRequests, WorkerContext
 from kvkit.adapters.vllm.step import StepMetadata
 from kvkit.handoff.chunk_sender import ChunkSender
@@ -18,6 +19,7 @@ class SendExecutor(Capability):
     def __init__(self, context: WorkerContext, sender: Sender) -> None:
         cache = context.cache
         self._context = context
+        self._spans: dict[str, Span] = {}
         shared = [name for name in cache.policy.retrieve_from if cache.tiers[name].scope == "shared"]
         self.prompts = Prompts(
             ChunkSender(sender, cache.layout, cache.writes),
@@ -35,6 +37,8 @@ class SendExecutor(Capability):
     def begin_step(self, step: StepMetadata) -> None:
         """Ask decode engines for room for what the step will send."""
         for send in step.sends:
+            if send.request_id not in self._spans:
+                self._spans[send.request_id] = self._context.spans.begin(send.request_id, "kvkit.handoff")
             prompt, namespace = send.sequence, self._context.namespaces.of(send.sequence)
             self.prompts.begin_prompt(
                 send.request_id, send.transfer, send.address, prompt.tokens, namespace, prompt.rest
@@ -63,7 +67,10 @@ class SendExecutor(Capability):
 
     def finish_requests(self, request_ids: set[str], finished: FinishedRequests) -> None:
         self.prompts.advance()
-        finished.released |= self.prompts.take_released(request_ids)
+        released = self.prompts.take_released(request_ids)
+        for request_id in released & self._spans.keys():
+            self._spans.pop(request_id).end()
+        finished.released |= released
 
     def holds_blocks(self, request_id: str) -> bool:
         return request_id in self.prompts

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import logging
 import time
+from collections import Counter
 
 from kvkit.adapters.engine.loads import PromptLoad
 from kvkit.adapters.engine.lookup_request import LookupAnswer, LookupRequest
 from kvkit.adapters.engine.lookups import Lookups
+from kvkit.adapters.engine.request_stats import by_tier
+from kvkit.adapters.engine.spans import Span
 from kvkit.adapters.vllm.capability import Capability, FinishedRequests, WorkerContext
 from kvkit.adapters.vllm.step import LoadTask, StepMetadata
 from kvkit.handoff.receiver import Receiver
@@ -28,7 +31,8 @@ class LoadExecutor(Capability):
     def __init__(self, context: WorkerContext, receiver: Receiver | None) -> None:
         settings = context.settings
         self._context = context
-        self._loading: dict[str, tuple[LoadTask, PromptLoad]] = {}
+        self._loading: dict[str, tuple[LoadTask, PromptLoad, Span]] = {}
+        self._looking_up: dict[tuple[str, int], Span] = {}  # by request and number of the lookup
         self._invalid_blocks: set[int] = set()
         self.failed_step = 0
         if receiver is not None:
@@ -49,6 +53,9 @@ class LoadExecutor(Capability):
         for transfer in step.released_transfers:
             self.lookups.release_transfer(transfer)
         for lookup in step.lookups:
+            self._looking_up[lookup.request_id, lookup.number] = self._context.spans.begin(
+                lookup.request_id, "kvkit.lookup"
+            )
             self.lookups.begin_lookup(lookup)
         self.receive()
 
@@ -59,8 +66,10 @@ class LoadExecutor(Capability):
 
     def lookup_inline(self, lookup: LookupRequest) -> LookupAnswer | None:
         """Answer a lookup between steps, as `Lookups.lookup_inline` does."""
+        span = self._context.spans.begin(lookup.request_id, "kvkit.lookup")
         answer = self.lookups.lookup_inline(lookup)
         if answer is not None:
+            _end_lookup(span, answer)
             self._context.report_names(answer.request_id, 0, self.lookups.found_chunks(answer.request_id))
         return answer
 
@@ -69,14 +78,15 @@ class LoadExecutor(Capability):
         context = self._context
         for task in step.loads:
             context.request_stats.begin_transfer(task.request_id)
+            span = context.spans.begin(task.request_id, "kvkit.load")
             hit = self.lookups.claim(task.request_id, task.number)
             load = context.start_load(task, hit, context.settings.load)
-            self._loading[task.request_id] = task, load
+            self._loading[task.request_id] = task, load, span
         if context.settings.load == "sync":
             self._finish_loads()
 
     def wait_for_layer(self, name: str) -> None:
-        for _, load in self._loading.values():
+        for _, load, _ in self._loading.values():
             for layer in load.layers or ():
                 if layer == self._context.layers[name]:
                     break
@@ -88,11 +98,13 @@ class LoadExecutor(Capability):
 
     def finish_requests(self, request_ids: set[str], finished: FinishedRequests) -> None:
         self.finish_layerwise()  # with drafts, this comes before `start_saves` and the drafts' run
+        for key in [key for key in self._looking_up if key[0] in request_ids]:
+            del self._looking_up[key]
         for request_id in request_ids:
             self.lookups.finish_request(request_id)
             if request_id in self._loading:
                 self._loading[request_id][1].cancel()
-        done = {request_id for request_id, (_, load) in self._loading.items() if load.done}
+        done = {request_id for request_id, (_, load, _) in self._loading.items() if load.done}
         finished.received |= done
         finished.failed |= {
             request_id for request_id in done if not self._finish_load(*self._loading.pop(request_id))
@@ -108,19 +120,21 @@ class LoadExecutor(Capability):
         answers = self.lookups.take_answers()
         self._context.report.answers += answers
         for answer in answers:
+            if span := self._looking_up.pop((answer.request_id, answer.number), None):
+                _end_lookup(span, answer)
             self._context.report_names(answer.request_id, 0, self.lookups.found_chunks(answer.request_id))
 
     def drop_kv(self) -> None:
         self.lookups.drop_hits()
 
     def end_writes(self) -> None:
-        for _, load in self._loading.values():
+        for _, load, _ in self._loading.values():
             load.cancel()
             load.finish()
 
     @property
     def has_result(self) -> bool:
-        return self.lookups.has_result or any(load.done for _, load in self._loading.values())
+        return self.lookups.has_result or any(load.done for _, load, _ in self._loading.values())
 
     @property
     def awaits_transfer(self) -> bool:
@@ -136,7 +150,7 @@ class LoadExecutor(Capability):
             if not self._finish_load(*self._loading.pop(request_id)):
                 self.failed_step = self._context.report.failed_step = self._context.number
 
-    def _finish_load(self, task: LoadTask, load: PromptLoad) -> bool:
+    def _finish_load(self, task: LoadTask, load: PromptLoad, span: Span) -> bool:
         """Wait for a load, and note its result. Return whether it loaded all tokens of its task."""
         context = self._context
         end, loaded = load.finish()
@@ -145,6 +159,7 @@ class LoadExecutor(Capability):
         context.stats.loaded(loaded, time.monotonic() - load.began, complete)
         context.request_stats.hit(task.request_id, loaded.by_tier)
         context.request_stats.end_transfer(task.request_id)
+        span.end(tokens=loaded.tokens, tiers=by_tier(loaded.by_tier), complete=int(complete))
         if not complete:
             end = max(end, task.start)
             log.warning("%s: loaded up to token %d of %d", task.request_id, end, task.stop)
@@ -154,3 +169,10 @@ class LoadExecutor(Capability):
                 self._invalid_blocks.update(task.blocks[0][(end - load.base) // size :])
                 self._invalid_blocks.discard(-1)
         return complete
+
+
+def _end_lookup(span: Span, answer: LookupAnswer) -> None:
+    tokens = Counter[str]()
+    for tier, count in answer.segments:
+        tokens[tier] += count
+    span.end(tokens=answer.tokens, tiers=by_tier(tokens))

@@ -84,8 +84,13 @@ class SaveExecutor(Capability):
         tiers = self._tiers if task.policy.store_to is None else task.policy.store_to
         if not tiers or namespace is None or stop == first:
             return
-        stats = context.request_stats
+        stats, span = context.request_stats, context.spans.begin(request_id, "kvkit.store")
         stats.begin_transfer(request_id)
+
+        def done() -> None:
+            stats.end_transfer(request_id)
+            span.end(tokens=stop - first, tiers=", ".join(tiers))
+
         chunks = context.cache.chunks(sequence.tokens[:stop], namespace, task.policy)
         chunks = chunks.part(task.first, len(chunks))
         context.report_names(request_id, task.first, chunks)
@@ -95,7 +100,7 @@ class SaveExecutor(Capability):
             to=tiers,
             ready=ready,
             on_stored=lambda tier, _: stats.stored(request_id, tier, size),
-            on_done=lambda: stats.end_transfer(request_id),
+            on_done=done,
             copy_first=True,
         )
         transfer.add_done_callback(
