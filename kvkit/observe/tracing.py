@@ -5,6 +5,7 @@ Spans have the context of W3C's `traceparent` and `tracestate`, which vLLM and `
 
 from __future__ import annotations
 
+import secrets
 from collections.abc import Mapping
 from typing import Any
 
@@ -18,14 +19,31 @@ def trace_headers(headers: Mapping[str, str] | None) -> dict[str, str]:
 
 
 def find_tracer(name: str) -> Any:
-    """Return the tracer of this process's provider; None: there is no provider, or no OpenTelemetry."""
+    """Return a tracer of this process's provider; None: there is no provider, or no OpenTelemetry.
+
+    OpenTelemetry takes ids from `random`, which vLLM seeds, equally in all of its workers; so a trace that
+    passes two engines would have each id twice, and collectors drop one. This tracer's ids are the system's.
+    """
     try:
         from opentelemetry import trace
         from opentelemetry.sdk.trace import TracerProvider
+        from opentelemetry.sdk.trace.id_generator import IdGenerator
     except ImportError:
         return None
+
+    class SystemIds(IdGenerator):
+        def generate_span_id(self) -> int:
+            return 1 + secrets.randbelow(2**64 - 1)
+
+        def generate_trace_id(self) -> int:
+            return 1 + secrets.randbelow(2**128 - 1)
+
     provider = trace.get_tracer_provider()
-    return provider.get_tracer(name) if isinstance(provider, TracerProvider) else None
+    if not isinstance(provider, TracerProvider):
+        return None
+    tracer: Any = provider.get_tracer(name)
+    tracer.id_generator = SystemIds()
+    return tracer
 
 
 def context_of(headers: Mapping[str, str]) -> Any:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
+from random import Random
 
 import pytest
 
@@ -16,6 +17,12 @@ from vllm_engine import BLOCK, Engine, connector, on_disk
 from vllm_engine import prompt as prompt_of
 
 LOOKUP, LOAD, STORE, HANDOFF = (f"kvkit.{name}" for name in ("lookup", "load", "store", "handoff"))
+
+
+def seeded_ids() -> set[str]:
+    """Ids that OpenTelemetry would take from vLLM's seed, in every engine the same."""
+    seeded = Random(0)
+    return {f"{seeded.getrandbits(64):016x}" for _ in range(200)}
 
 
 @pytest.fixture(scope="module")
@@ -52,6 +59,7 @@ def test_what_a_request_waits_for_is_in_its_trace(
     assert hit.attributes["kvkit.tiers"] == f"{3 * BLOCK} ({tier})"
     assert all(span.began_ns <= span.ended_ns for span in (*cold.values(), hit))
     assert cold[LOOKUP].ended_ns <= cold[STORE].began_ns
+    assert {span.id for span in (*cold.values(), hit)}.isdisjoint(seeded_ids())
     assert collector.names().count(LOAD) == 1
     assert collector.names().count(LOOKUP) == 2
 
