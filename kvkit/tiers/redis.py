@@ -66,27 +66,23 @@ class RedisTier(ThreadedTier):
     def __init__(self, config: TierConfig | str, name: str = "redis") -> None:
         if isinstance(config, str):
             config = tier_at(config)
-        address = _parse(name, config.urls[0])
-        from redis import ConnectionPool, Redis
-        from redis.backoff import NoBackoff
-        from redis.connection import Connection, Encoder, PythonRespSerializer, SSLConnection
-        from redis.retry import Retry
-
         super().__init__(name, config.threads or default_threads())
         self.scope = config.scope
         self._timeout_s = config.timeout_s
+        self._connect(config)
+
+    def _connect(self, config: TierConfig) -> None:
+        """Prepare the client; connects nowhere yet."""
+        address = _parse(self.name, config.urls[0])
+        from redis import ConnectionPool, Redis
+        from redis.connection import Connection, SSLConnection
+
         self._address = f"{address['host']}:{address['port']}"
         self._pool = ConnectionPool(
             connection_class=SSLConnection if config.urls[0].startswith("rediss:") else Connection,
             **address,
-            username=config.username,
-            password=config.plain_password(),
-            socket_timeout=config.timeout_s,
-            socket_connect_timeout=config.timeout_s,
-            retry=Retry(NoBackoff(), 0),
-            protocol=2,  # no push messages between replies: payloads are read from the socket
-            # sends a payload from its slot; hiredis, the default if it is installed, copies it
-            command_packer=PythonRespSerializer(_COPIED_BYTES, Encoder("utf-8", "strict", False).encode),
+            **connection_options(config),
+            command_packer=command_packer(),
         )
         self._client = Redis(connection_pool=self._pool)
 
@@ -99,21 +95,21 @@ class RedisTier(ThreadedTier):
             with self._translate_errors(f"{len(names)} records", "cannot be looked up"):
                 pipe = self._client.pipeline(transaction=False)
                 for name in names[first : first + _NAMES_PER_REQUEST]:
-                    pipe.exists(_key(name))
+                    pipe.exists(key_of(name))
                 held = pipe.execute()
             if not all(held):
                 return first + int(held.index(0))
         return len(names)
 
     def read(self, name: str, buffer: memoryview) -> int:
-        (size,) = self._request(name, [("GET", _key(name))], [buffer])
+        (size,) = self._request(name, [("GET", key_of(name))], [buffer])
         if size is None:
             raise FileNotFoundError(f"tier {self.name!r} does not hold {name}")
         return size
 
     def get_ranges(self, name: str, ranges: Ranges, buffers: Sequence[memoryview]) -> None:
         """Read parts of one record, as in `Tier`, in one round trip."""
-        commands = [("GETRANGE", _key(name), offset, offset + size - 1) for offset, size in ranges]
+        commands = [("GETRANGE", key_of(name), offset, offset + size - 1) for offset, size in ranges]
         targets = [buffer[:size] for (_, size), buffer in zip(ranges, buffers, strict=True)]
         for count, (offset, size) in zip(self._request(name, commands, targets), ranges, strict=True):
             if count != size:
@@ -123,19 +119,22 @@ class RedisTier(ThreadedTier):
 
     def write(self, name: str, record: memoryview) -> None:
         with self._translate_errors(name, "cannot be written"):
-            if not self._client.exists(_key(name)):
-                self._client.set(_key(name), record, nx=True)
+            if not self._client.exists(key_of(name)):
+                self._client.set(key_of(name), record, nx=True)
 
     def delete(self, names: Sequence[str]) -> None:
         for first in range(0, len(names), _NAMES_PER_REQUEST):
             with self._translate_errors(f"{len(names)} records", "cannot be deleted"):
-                self._client.unlink(*[_key(name) for name in names[first : first + _NAMES_PER_REQUEST]])
+                pipe = self._client.pipeline(transaction=False)
+                for name in names[first : first + _NAMES_PER_REQUEST]:
+                    pipe.unlink(key_of(name))
+                pipe.execute()
 
     def size(self, name: str) -> int | None:
         """Return the bytes of a record; None if it is missing, or a value of another type has its key."""
         try:
             with self._translate_errors(name, "cannot be looked up"):
-                return int(self._client.strlen(_key(name))) or None
+                return int(self._client.strlen(key_of(name))) or None
         except DamagedObject:
             return None
 
@@ -149,7 +148,7 @@ class RedisTier(ThreadedTier):
                 seen.update(names)
                 pipe = self._client.pipeline(transaction=False)
                 for name in names:
-                    pipe.strlen(_key(name))
+                    pipe.strlen(key_of(name))
                 sizes = pipe.execute(raise_on_error=False)
             for name, size in zip(names, sizes, strict=True):
                 if isinstance(size, int) and size:
@@ -166,24 +165,33 @@ class RedisTier(ThreadedTier):
     ) -> list[int | None]:
         """Send commands and read each reply's payload into its buffer; return the bytes, None for nil.
 
+        Mutates `buffers`.
+        """
+        with self._translate_errors(name, "cannot be read"):
+            return self._exchange(self._pool, name, commands, buffers)
+
+    def _exchange(
+        self, pool: Any, name: str, commands: Sequence[tuple[Any, ...]], buffers: Sequence[memoryview]
+    ) -> list[int | None]:
+        """Do what `_request` says over a connection of `pool`. Raises the client's errors.
+
         This bypasses redis-py, which copies a payload two or three times and takes almost twice as long
         (benchmarks/micro/bench_s3.py). Mutates `buffers`.
         """
-        with self._translate_errors(name, "cannot be read"):
-            deadline = time.monotonic() + self._timeout_s
-            connection = self._pool.get_connection()
-            try:
-                for command in commands:
-                    connection.send_command(*command)
-                reader = BufferedReader(_Incoming(connection._sock, deadline), _AHEAD_BYTES)
-                sizes = [_receive(connection, reader, name, buffer) for buffer in buffers]
-                connection._sock.settimeout(self._timeout_s)
-            except BaseException:
-                connection.disconnect()  # replies may still arrive
-                raise
-            finally:
-                self._pool.release(connection)
-            return sizes
+        deadline = time.monotonic() + self._timeout_s
+        connection = pool.get_connection()
+        try:
+            for command in commands:
+                connection.send_command(*command)
+            reader = BufferedReader(_Incoming(connection._sock, deadline), _AHEAD_BYTES)
+            sizes = [_receive(connection, reader, name, buffer) for buffer in buffers]
+            connection._sock.settimeout(self._timeout_s)
+        except BaseException:
+            connection.disconnect()  # replies may still arrive
+            raise
+        finally:
+            pool.release(connection)
+        return sizes
 
     @contextmanager
     def _translate_errors(self, subject: str, failure: str) -> Iterator[None]:
@@ -198,17 +206,14 @@ class RedisTier(ThreadedTier):
             reason = f"{self._address} did not answer within timeout_s={self._timeout_s}"
         except (exceptions.AuthenticationError, exceptions.NoPermissionError) as error:
             reason = f"{self._address} refuses the username or the password: {error}"
-        except (exceptions.AskError, exceptions.ClusterDownError, exceptions.ClusterCrossSlotError):
-            reason = (
-                f"{self._address} is part of a Redis Cluster, where each server holds some of the keys; want "
-                "a server that holds all keys: a standalone one, or a proxy of the cluster"
-            )
+        except (exceptions.AskError, exceptions.ClusterDownError) as error:
+            reason = self._explain_cluster(error)
         except exceptions.ResponseError as error:
             if str(error).startswith("WRONGTYPE"):
                 reason = f"{subject}: a value of another type has its key"
                 raise DamagedObject(reason, Damage.FOREIGN) from None
             reason = f"{self._address}: {error}"
-        except exceptions.RedisError as error:
+        except (exceptions.RedisError, exceptions.RedisClusterException) as error:
             reason = f"{self._address}: {error}"
         except TierError:
             raise
@@ -217,6 +222,35 @@ class RedisTier(ThreadedTier):
         else:
             return
         raise TierError(f"tier {self.name!r}: {subject} {failure}: {reason}")
+
+    def _explain_cluster(self, error: Exception) -> str:
+        """Return why a server of a cluster did not answer for a key."""
+        return (
+            f"{self._address} is part of a Redis Cluster, where each server holds some of the keys; want "
+            f"redis+cluster://{self._address}"
+        )
+
+
+def connection_options(config: TierConfig) -> dict[str, Any]:
+    """Return the arguments of connections: no retries, and no wait beyond `timeout_s`."""
+    from redis.backoff import NoBackoff
+    from redis.retry import Retry
+
+    return {
+        "username": config.username,
+        "password": config.plain_password(),
+        "socket_timeout": config.timeout_s,
+        "socket_connect_timeout": config.timeout_s,
+        "retry": Retry(NoBackoff(), 0),
+        "protocol": 2,  # no push messages between replies: payloads are read from the socket
+    }
+
+
+def command_packer() -> Any:
+    """Return what sends a payload from its slot; hiredis, the default if it is installed, copies it."""
+    from redis.connection import Encoder, PythonRespSerializer
+
+    return PythonRespSerializer(_COPIED_BYTES, Encoder("utf-8", "strict", False).encode)
 
 
 class _Incoming(RawIOBase):
@@ -264,7 +298,7 @@ def _receive(
     return size
 
 
-def _key(name: str) -> str:
+def key_of(name: str) -> str:
     check_name(name)
     return f"{PREFIX}{name}"
 

@@ -75,6 +75,14 @@ TIERS: Mapping[str, TierKind] = {
         limit="the server's maxmemory",
         install="pip install 'kvkit-llm[redis]'",
     ),
+    "redis cluster": TierKind(
+        where="on a Redis Cluster",
+        opens="kvkit.tiers.redis_cluster:RedisClusterTier",
+        schemes=("redis+cluster", "rediss+cluster"),
+        settings=frozenset({"username", "password"}),
+        limit="the servers' maxmemory",
+        install="pip install 'kvkit-llm[redis]'",
+    ),
     "mooncake": TierKind(
         where="on Mooncake",
         opens="kvkit.tiers.mooncake:MooncakeTier",
@@ -111,6 +119,7 @@ def check_settings(kinds: tuple[TierKind, ...], given: Mapping[str, Any]) -> Non
         shown = f" = {value!r}" if isinstance(value, str | int | float) else ""
         if name == "capacity":
             raise ValueError(f"capacity: a tier {kinds[0].where} has none: {kinds[0].limit} limits it")
-        if len(supporting) == 1:
-            raise ValueError(f"{name}{shown}: only a tier {supporting[0].where} has one")
+        if len(supporting) <= 2:
+            places = " or ".join(kind.where for kind in supporting)
+            raise ValueError(f"{name}{shown}: only a tier {places} has one")
         raise ValueError(f"{name}{shown}: no tier {kinds[0].where} has one")

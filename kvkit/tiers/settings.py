@@ -46,7 +46,8 @@ class TierConfig(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True, hide_input_in_errors=True)
     url: str | tuple[str, ...] | None = Field(
         None,
-        description="a folder, shm://, s3://, redis://, mooncake://, any fsspec URL; none: in memory",
+        description="a folder, shm://, s3://, redis://, redis+cluster://, mooncake://, any fsspec URL; none: "
+        "in memory",
     )
     kind: str | None = Field(None, description="a tier of another package, which gets the other settings")
     spread: Literal["by_key", "by_rank", "stripe"] = Field(

@@ -157,8 +157,8 @@ def test_what_is_referred_to_is_there() -> None:
 
 @pytest.mark.skipif(shutil.which("kubectl") is None, reason="kubectl is not installed")
 def test_kubectl_builds_the_kustomization() -> None:
-    page, command = "docs/serve/deploy.md", "kubectl kustomize"
-    check_printed(page, command, run_shell(on_page(page, command), ROOT).stdout)
+    shown = run_shell(on_page("docs/serve/deploy.md", "kubectl kustomize"), ROOT)
+    check_printed("docs/serve/deploy.md", "kubectl kustomize", shown.stdout)
     built = subprocess.run(["kubectl", "kustomize", str(KUSTOMIZE)], capture_output=True, check=True)
     found = [each for each in yaml.safe_load_all(built.stdout) if each]
     assert len(found) == len(objects()) + 2

@@ -93,11 +93,11 @@ ROOM_LINES_AT_MOST = {
     "kvkit/lab": 11_000,
     "kvkit/observe": 1_300,
     "kvkit/router": 4_100,
-    "kvkit/tiers": 6_400,
+    "kvkit/tiers": 6_600,
     "kvkit/transfer": 4_050,
 }
 """Lines of code by room, blank ones and docstrings included."""
-CORE_LINES_AT_MOST = 52_800
+CORE_LINES_AT_MOST = 53_000
 """Lines of all rooms but the laboratory."""
 KERNELS = re.compile(r"(?:triton\.|gluon\.|numba\.|_)?n?jit\b")
 """What decorates a function that Triton or numba compiles: its parameters are registers and pointers, as are

@@ -1,0 +1,87 @@
+"""Clusters of real Redis or Valkey servers on 127.0.0.1, which divide the hash slots among them."""
+
+from __future__ import annotations
+
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any, Literal, Self
+
+import redis
+
+from kvkit.lab.testbed.servers import RedisServer, free_ports
+from kvkit.lab.testbed.waiting import wait_for
+
+SLOTS = 16384
+
+
+class Cluster:
+    """Three servers and `replicas` more, which copy the first ones; a context manager."""
+
+    def __init__(
+        self, folder: Path, kind: Literal["redis", "valkey"], *settings: str, replicas: int = 0
+    ) -> None:
+        self.servers: list[RedisServer] = []
+        self.buses: list[int] = []
+        self._replicas = replicas
+        self._stack = ExitStack()
+        for number in range(3 + replicas):
+            (folder / str(number)).mkdir(parents=True)
+            (bus,) = free_ports(1)
+            own = ["cluster-enabled yes", "cluster-node-timeout 2000", "cluster-require-full-coverage no"]
+            own += [f"cluster-port {bus}"] if kind == "valkey" else []
+            self.servers.append(RedisServer(folder / str(number), kind, *own, *settings))
+            self.buses.append(bus)
+        self.kind = kind
+        self.url = "redis+cluster://" + ",".join(f"127.0.0.1:{s.port}" for s in self.servers[:2])
+
+    def __enter__(self) -> Self:
+        for server in self.servers:
+            self._stack.enter_context(server)
+        first = self.call(0)
+        for number, server in enumerate(self.servers):
+            if number < 3:
+                slots = range(number * SLOTS // 3, (number + 1) * SLOTS // 3)
+                self.call(number).execute_command("CLUSTER ADDSLOTS", *slots)
+            self.call(number).execute_command("CLUSTER SET-CONFIG-EPOCH", number + 1)
+            if number:
+                bus = [self.buses[number]] if self.kind == "valkey" else []
+                first.execute_command("CLUSTER MEET", "127.0.0.1", server.port, *bus)
+        wait_for(lambda: all(self.knows_all(i) for i in range(len(self.servers))))
+        for number in range(self._replicas):
+            primary = self.call(number).execute_command("CLUSTER MYID").decode()
+            self.call(3 + number).execute_command("CLUSTER REPLICATE", primary)
+            copy = self.call(3 + number)
+            wait_for(lambda client=copy: client.info("replication").get("master_link_status") == "up")
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        self._stack.__exit__(*error)
+
+    def call(self, number: int) -> redis.Redis:
+        """A client of one server."""
+        return redis.Redis("127.0.0.1", self.servers[number].port, protocol=2)
+
+    def knows_all(self, number: int) -> bool:
+        """Whether a server knows all others and who has which slots."""
+        found = self.call(number).execute_command("CLUSTER INFO")
+        return (
+            found["cluster_state"] == "ok"
+            and found["cluster_slots_ok"] == str(SLOTS)
+            and found["cluster_known_nodes"] == str(len(self.servers))
+        )
+
+    def owner(self, key: str) -> int:
+        """Number of the server that has a key's slot."""
+        slot = int(self.call(0).execute_command("CLUSTER KEYSLOT", key))
+        return next(i for i in range(3) if slot < (i + 1) * SLOTS // 3)
+
+    def move(self, key: str, target: int, complete: bool = True) -> None:
+        """Move a key's slot, and the key, to another server; not `complete`: up to the point of asking."""
+        source, slot = self.owner(key), int(self.call(0).execute_command("CLUSTER KEYSLOT", key))
+        ids = {i: self.call(i).execute_command("CLUSTER MYID").decode() for i in (source, target)}
+        self.call(target).execute_command("CLUSTER SETSLOT", slot, "IMPORTING", ids[source])
+        self.call(source).execute_command("CLUSTER SETSLOT", slot, "MIGRATING", ids[target])
+        address = "127.0.0.1", self.servers[target].port
+        self.call(source).execute_command("MIGRATE", *address, key, 0, 5000)
+        for number in range(3) if complete else ():
+            self.call(number).execute_command("CLUSTER SETSLOT", slot, "NODE", ids[target])
