@@ -13,6 +13,8 @@ TRITON := 3.6.0
 OLD_TRITON := $(HOME)/.cache/kvkit/triton-$(TRITON)
 # theirs, for their Python
 GPU_TRITON := $(OLD_TRITON)-cp312
+# other Pythons that kvkit runs with
+PYTHONS ?= 3.12 3.13
 # theirs, too, and the newest; the environment's is older
 JAX := 0.11.2
 NEXT_JAX := 0.12.0.1
@@ -54,7 +56,7 @@ PYTEST = OMP_NUM_THREADS=1 OMP_WAIT_POLICY=passive $(BIN)/python -m pytest -n $(
 # hundreds of processes import the same files
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: demo setup browser test test-sglang test-lmcache test-own tests quick nightly outdated test-vllm-next test-vllm-versions test-nfs test-triton test-jax mutants bench bench-check results check docs paper gpu gpu-tests \
+.PHONY: demo setup browser test test-sglang test-lmcache test-own tests quick nightly outdated test-vllm-next test-vllm-versions test-nfs test-triton test-pythons test-jax mutants bench bench-check results check docs paper gpu gpu-tests \
 	gpu-packages gpu-vllm gpu-vllm-packages simulate simulate-mutants histories soak clean
 
 $(VENV)/demo.stamp: pyproject.toml $(PINS)
@@ -104,7 +106,7 @@ test-vllm-versions: $(NEXT_VLLM)/stamp  ## both vLLMs, steps in turn and overlap
 nightly: $(NEXT_VLLM)/stamp browser  ## all that CI leaves out: before an issue is closed, and every night
 	$(MAKE) check
 	KVKIT_NIGHTLY=1 $(PYTEST) $(addprefix --ignore=,$(ENGINES) $(CONNECTOR))
-	KVKIT_NIGHTLY=1 $(MAKE) test-vllm-versions test-nfs test-triton test-sglang test-lmcache test-own test-jax
+	KVKIT_NIGHTLY=1 $(MAKE) test-vllm-versions test-nfs test-triton test-sglang test-lmcache test-own test-pythons test-jax
 	PYTHONPATH=$(NEXT_VLLM) $(PYTEST) -q $(filter-out $(ENGINES) $(CONNECTOR),$(wildcard tests/vllm_adapter/test_vllm_*.py))
 	$(MAKE) simulate SEEDS=20000
 
@@ -158,6 +160,9 @@ test-lmcache: $(LMCACHE)/stamp  ## the L2 adapter as LMCache's server makes it
 test-own: $(NEXT_VLLM)/stamp $(LMCACHE)/stamp  ## vLLM's and LMCache's own tests of their backends, with kvkit's in the place
 	PYTHONPATH=$(NEXT_VLLM) $(BIN)/python tests/tools/own_tests.py vllm $(NEXT_VLLM_VERSION) $(OWN_TESTS)
 	PYTHONPATH=$(LMCACHE) $(BIN)/python tests/tools/own_tests.py lmcache $(LMCACHE_VERSION) $(OWN_TESTS)
+
+test-pythons: $(VENV)/dev.stamp  ## tests of every day with other Pythons and the newest packages, and their hot paths' times
+	$(BIN)/python tests/tools/other_pythons.py $(PYTHONS)
 
 test-jax: $(VENV)/dev.stamp  ## JAX arrays with newer JAX and jax-triton, where a Python for them is or can be had
 	$(BIN)/python tests/tools/newer_jax.py $(JAX) $(JAX_TRITON)

@@ -2,7 +2,7 @@
 
 python -m benchmarks.report.check [--against COMMIT] [--rounds N] times this tree, COMMIT and COMMIT
 once more, which take turns: what the two of one commit differ by is noise. It exits with 1 where a path is
-slower beyond that.
+slower beyond that. With --python PROGRAM it is this tree with another Python, and with this one twice.
 
 python -m benchmarks.report.check --counts compares what does not depend on the hour with
 results/counts.json, and --keep writes it: calls of functions, memory held at most, system calls that move
@@ -71,11 +71,11 @@ def slower(times: Mapping[str, Sequence[float]]) -> tuple[str, bool]:
 
 
 class Tree:
-    """A process that runs the paths with the kvkit of one tree."""
+    """A process that runs the paths with the kvkit of one tree, with a Python and its packages."""
 
-    def __init__(self, root: Path) -> None:
+    def __init__(self, root: Path, python: str = sys.executable) -> None:
         self._process = subprocess.Popen(
-            [sys.executable, str(HOT_PATHS), "times"],
+            [python, str(HOT_PATHS), "times"],
             env=environment_of(root),
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
@@ -153,23 +153,33 @@ def _check_counts(keep: bool) -> list[str]:
 
 
 def _check_times(against: str, rounds: int) -> list[str]:
-    lines = []
     worktree = ["git", "worktree"]
     with tempfile.TemporaryDirectory() as folder:
         old = Path(folder) / "old"
         subprocess.run([*worktree, "add", "--quiet", "--detach", str(old), against], cwd=ROOT, check=True)
         try:
             with Tree(ROOT) as new, Tree(old) as one, Tree(old) as another:
-                trees = {"new": new, "old": one, "old again": another}
-                paths, *_ = [tree.heard() for tree in trees.values()]
-                for path in paths:
-                    said, is_slower = slower(_take_turns(trees, path, rounds))
-                    print(f"{path:16} {said}{'  SLOWER' if is_slower else ''}", flush=True)
-                    if is_slower:
-                        lines.append(f"{path}: slower than at {against}")
+                lines = [f"{path}: slower than at {against}" for path in _compare(new, one, another, rounds)]
         finally:
             subprocess.run([*worktree, "remove", "--force", str(old)], cwd=ROOT, check=True)
     return lines
+
+
+def _check_python(python: str, rounds: int) -> list[str]:
+    with Tree(ROOT, python) as new, Tree(ROOT) as one, Tree(ROOT) as another:
+        return [f"{path}: slower with {python}" for path in _compare(new, one, another, rounds)]
+
+
+def _compare(new: Tree, old: Tree, old_again: Tree, rounds: int) -> list[str]:
+    """Print how the trees' times compare; return the paths that are slower."""
+    trees, found = {"new": new, "old": old, "old again": old_again}, []
+    paths, *_ = [tree.heard() for tree in trees.values()]
+    for path in paths:
+        said, is_slower = slower(_take_turns(trees, path, rounds))
+        print(f"{path:16} {said}{'  SLOWER' if is_slower else ''}", flush=True)
+        if is_slower:
+            found.append(path)
+    return found
 
 
 def _take_turns(trees: Mapping[str, Tree], path: str, rounds: int) -> dict[str, list[float]]:
@@ -187,11 +197,17 @@ def main() -> None:
     """Exit with what is worse."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--against", default="HEAD~1", help="the commit to compare with")
+    parser.add_argument("--python", help="another Python to compare with, instead of a commit")
     parser.add_argument("--rounds", type=int, default=30, help="turns of each tree at each path")
     parser.add_argument("--counts", action="store_true", help="compare counts with those on record")
     parser.add_argument("--keep", action="store_true", help="with --counts: record them")
     asked = parser.parse_args()
-    lines = _check_counts(asked.keep) if asked.counts else _check_times(asked.against, asked.rounds)
+    if asked.counts:
+        lines = _check_counts(asked.keep)
+    elif asked.python:
+        lines = _check_python(asked.python, asked.rounds)
+    else:
+        lines = _check_times(asked.against, asked.rounds)
     if lines:
         sys.exit("\n".join(lines))
 

@@ -38,6 +38,7 @@ FEATURES = (
     ("nixl-cu12 or nixl", "handoff by RDMA", "[nixl]"),
     ("jax", "kernels for JAX arrays", "[jax]"),
     ("jax-triton", "attention of JAX arrays on CUDA", "[jax-triton]"),
+    ("opentelemetry-exporter-otlp", "OpenTelemetry spans", "[tracing]"),
     ("optuna", "the tuning strategy tpe", "[tuning]"),
     ("sglang", "the storage of SGLang's HiCache", "[sglang]"),
     ("lmcache", "the L2 of LMCache's server", "[lmcache]"),

@@ -83,7 +83,7 @@ def test_what_is_not_exported_is_found() -> None:
 
 def test_every_metric_is_plotted() -> None:
     text = " ".join([*queries(DASHBOARD)])
-    plotted = set(re.findall(r"(?:vllm:)?kvkit_\w+", text))
+    plotted = set(re.findall(r"(?:vllm:)?(?:kvkit|kv_offload)_\w+", text))
     shown = {re.sub(r"_(bucket|sum|count)$", "", name) for name in plotted}
     assert {re.sub(r"_(bucket|sum|count)$", "", name) for name in exported()} == shown
 

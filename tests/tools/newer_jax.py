@@ -54,7 +54,7 @@ def interpreter() -> Path:
     """
     if sys.version_info >= (3, 12):
         return Path(sys.executable)
-    if found := installed():
+    if found := find_python(PYTHON, "python3.12"):
         return found
     folder = cache_folder() / PYTHON
     if not folder.exists():
@@ -67,10 +67,10 @@ def interpreter() -> Path:
     return folder / PYTHON
 
 
-def installed() -> Path | None:
-    """A Python that is new enough, on the path or among pyenv's, and runs."""
+def find_python(*names: str) -> Path | None:
+    """The first of these Pythons, such as "python3.13", that is on the path or among pyenv's, and runs."""
     pyenv = Path(os.environ.get("PYENV_ROOT", Path.home() / ".pyenv")) / "versions"
-    for name in (PYTHON, "python3.12"):
+    for name in names:
         version = name.removeprefix("python")
         for path in (shutil.which(name), *sorted(pyenv.glob(f"{version}.*/bin/{name}"))):
             if path and not subprocess.run([path, "-c", "import ctypes"], capture_output=True).returncode:

@@ -185,23 +185,28 @@ def fill_up(caches: Caches) -> None:
         caches.store(sequence(4, seed=seed))
 
 
+def retain(caches: Caches, tokens: Any, wish: RequestPolicy, when: str) -> None:
+    """Have a request with this policy meet tokens that are there, but when it is the one that stores them."""
+    if when == "stored":
+        caches.store(tokens, wish)
+        return
+    caches.store(tokens, to=("disk",) if when == "written back" else None)
+    if when == "stored again":
+        assert caches.store(tokens, wish) == 0
+    elif when == "held":
+        caches.cache.retain(tokens, wish)
+    else:
+        assert load_whole(caches, tokens, wish) == {"disk": len(tokens)}
+        caches.cache.flush()
+
+
 @pytest.mark.parametrize("wish", [RequestPolicy(keep_s=3600), RequestPolicy(priority=80)])
 @pytest.mark.parametrize("when", ["stored", "stored again", "held", "written back"])
 def test_what_it_wants_kept_outlives_what_is_newer(caches: Caches, wish: RequestPolicy, when: str) -> None:
     """In every tier that evicts: what it stores, what was there before, and what its load brings near."""
     tokens, plain = sequence(3), sequence(3, seed=1)
     caches.store(plain)
-    if when == "stored":
-        caches.store(tokens, wish)
-    else:
-        caches.store(tokens, to=("disk",) if when == "written back" else None)
-    if when == "stored again":
-        assert caches.store(tokens, wish) == 0
-    elif when == "held":
-        caches.cache.retain(tokens, wish)
-    elif when == "written back":
-        assert load_whole(caches, tokens, wish) == {"disk": len(tokens)}
-        caches.cache.flush()
+    retain(caches, tokens, wish, when)
     fill_up(caches)
     assert caches.held(plain) == {"memory": 0, "disk": 0}
     assert caches.held(tokens) == {"memory": 3, "disk": 0 if when == "written back" else 3}
@@ -211,17 +216,7 @@ def test_what_it_wants_kept_outlives_what_is_newer(caches: Caches, wish: Request
 def test_of_a_prefix_that_it_wants_kept_no_more_is_kept(caches: Caches, when: str) -> None:
     tokens = sequence(4)
     wish = RequestPolicy(prefixes=(Retention(CHUNK + 1, keep_s=3600), Retention(CHUNK, priority=80)))
-    if when == "stored":
-        caches.store(tokens, wish)
-    else:
-        caches.store(tokens, to=("disk",) if when == "written back" else None)
-    if when == "stored again":
-        assert caches.store(tokens, wish) == 0
-    elif when == "held":
-        caches.cache.retain(tokens, wish)
-    elif when == "written back":
-        assert load_whole(caches, tokens, wish) == {"disk": len(tokens)}
-        caches.cache.flush()
+    retain(caches, tokens, wish, when)
     fill_up(caches)
     assert caches.held(tokens) == {"memory": 2, "disk": 0 if when == "written back" else 2}
 

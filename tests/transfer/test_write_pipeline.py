@@ -234,8 +234,9 @@ Make = Callable[[int, int], tuple[list[str], list[Lease]]]
 
 def add(queued: Queued, make: Make, start: int, stop: int) -> int:
     names, leases = make(start, stop)
-    batch = Batch(cast(Any, None), "tier", (), DEFAULT_REQUEST_POLICY)
-    jobs = [WriteJob(batch, name, lease, lease.used) for name, lease in zip(names, leases, strict=True)]
+    batch = Batch(cast(Any, None), "tier", ())
+    leased = zip(names, leases, strict=True)
+    jobs = [WriteJob(batch, name, lease, lease.used, DEFAULT_REQUEST_POLICY) for name, lease in leased]
     accepted = queued.queue.add(jobs)
     release_all(leases)
     return accepted

@@ -5,9 +5,9 @@ from __future__ import annotations
 import builtins
 import keyword
 import sys
-import sysconfig
 from fractions import Fraction
 from functools import cache
+from importlib.util import find_spec
 from pathlib import Path
 
 from numpy.random import Generator
@@ -69,8 +69,10 @@ def code(texts: Texts, encode: Encode, documents: int, rng: Generator, at: Fract
 @cache
 def _source(module: str) -> list[str]:
     """Return the lines of a standard library module."""
-    path = Path(sysconfig.get_paths()["stdlib"]) / f"{module}.py"
-    return path.read_text(encoding="utf-8").splitlines(keepends=True)
+    spec = find_spec(module)
+    assert spec is not None
+    assert spec.origin is not None
+    return Path(spec.origin).read_text(encoding="utf-8").splitlines(keepends=True)
 
 
 @cache
