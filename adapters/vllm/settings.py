@@ -145,11 +145,15 @@ def read_settings(extra: Mapping[str, Any]) -> tuple[Settings, Config]:
     settings, config = tier_settings.read(Settings, extra, f"{WHERE}.")
     if settings.blend is not None and settings.load != "async":
         raise ConfigError(f"{WHERE}.load = {settings.load!r}: want 'async' with blend")
-    return settings.model_copy(update={"requests": _limits(settings.requests, config)}), config
+    limits = complete_limits(settings.requests, config, f"{WHERE}.requests")
+    return settings.model_copy(update={"requests": limits}), config
 
 
-def _limits(requested: RequestLimits, config: Config) -> RequestLimits:
+def complete_limits(requested: RequestLimits, config: Config, where: str) -> RequestLimits:
     """Return `requested` with missing tiers filled in from the policy.
+
+    Args:
+        where: name of the option that has them, for errors.
 
     Raises:
         ConfigError: `requested` names a tier that does not exist.
@@ -160,7 +164,7 @@ def _limits(requested: RequestLimits, config: Config) -> RequestLimits:
     for name, tiers in completed.items():
         named = getattr(requested, name)
         try:
-            check_named(f"{WHERE}.requests.{name}", named or (), known)
+            check_named(f"{where}.{name}", named or (), known)
         except PolicyError as error:
             raise ConfigError(str(error)) from error
         completed[name] = tuple(tier for tier in tiers if tier != HANDOFF) if named is None else named

@@ -38,6 +38,7 @@ from kvkit.adapters.engine.epoch_names import EpochNames
 from kvkit.adapters.engine.keyed_pages import KeyedPages, KeyedStore
 from kvkit.adapters.vllm import compat, request_policy
 from kvkit.adapters.vllm.connector import log_as_vllm
+from kvkit.adapters.vllm.settings import complete_limits
 from kvkit.adapters.vllm_tier.settings import WHERE, TierSettings
 from kvkit.transfer.policy import DEFAULT_REQUEST_POLICY, RequestPolicy
 from kvkit.workers import Transfer
@@ -75,6 +76,7 @@ class KVKitTier(SecondaryTierManager):  # type: ignore[misc]  # vLLM is not type
         super().__init__(offloading_spec, primary_kv_view, tier_type, backpressure_detector)
         log_as_vllm()
         self._settings, config = tier_settings.read(TierSettings, settings, WHERE)
+        self._limits = complete_limits(self._settings.requests, config, f"{WHERE}requests")
         model, engine = offloading_spec.config.model, offloading_spec.config.parallel.data_parallel_index
         config = config.model_copy(update={"server": config.server.of_rank(engine)})
         self._store = KeyedStore(
@@ -176,7 +178,7 @@ class KVKitTier(SecondaryTierManager):  # type: ignore[misc]  # vLLM is not type
             req_context.req_id,
             req_context.kv_transfer_params,
             req_context.kv_hints,
-            self._settings.requests,
+            self._limits,
             f"{WHERE}requests",
         )
         req_context.set_state(policy)

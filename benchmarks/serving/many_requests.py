@@ -71,6 +71,9 @@ class _Engine:
     def policy_of(self, request: Request) -> RequestPolicy:
         return DEFAULT_REQUEST_POLICY
 
+    def trace_of(self, request: Request) -> dict[str, str]:
+        return {}
+
     def lookup_inline(self, lookup: LookupRequest) -> None:
         return None
 

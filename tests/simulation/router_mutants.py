@@ -70,7 +70,7 @@ ROUTER_MUTANTS = (
     planted(
         "a stream that goes silent after its first event is waited for",
         DISPATCH,
-        "                deadline.reschedule(_now() + self._config.idle_timeout_s)\n",
+        "                    deadline.reschedule(_now() + self._config.idle_timeout_s)\n",
         "",
     ),
     planted(
@@ -106,9 +106,9 @@ ROUTER_MUTANTS = (
         "a client that leaves does not end its request to the engine",
         DISPATCH,
         "        reply = await engine.ask("
-        '"POST", routed.engine_request.path, body, routed.headers, limit_s, read)\n',
+        '"POST", routed.engine_request.path, body, headers, limit_s, read)\n',
         "        asking = engine.ask("
-        '"POST", routed.engine_request.path, body, routed.headers, limit_s, read)\n'
+        '"POST", routed.engine_request.path, body, headers, limit_s, read)\n'
         "        reply = await asyncio.shield(asyncio.ensure_future(asking))\n",
     ),
     planted(

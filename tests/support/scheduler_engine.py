@@ -31,6 +31,7 @@ class FakeEngine:
     free_blocks: Callable[[], int] = lambda: sys.maxsize
     handoff_of: Callable[[Any], RemoteDecode | RemotePrefill | None] = lambda request: None
     policy_of: Callable[[Any], RequestPolicy] = lambda request: DEFAULT_REQUEST_POLICY
+    trace_of: Callable[[Any], dict[str, str]] = lambda request: {}
     lookup_inline: Callable[[LookupRequest], LookupAnswer | None] = lambda lookup: None
     expect_chunks: Callable[[Any, int, int], object] = lambda request, first, stop: None
 

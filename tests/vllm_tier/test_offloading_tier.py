@@ -221,6 +221,16 @@ def test_what_a_request_wants_kept_outlives_what_is_newer(
     offloading.shutdown()
 
 
+def test_a_tier_that_a_request_may_not_name_costs_it_its_policy_alone(
+    offloading: Offloading, caplog: pytest.LogCaptureFixture
+) -> None:
+    """vLLM's scheduler goes on, and the chunks are stored as ever."""
+    offloading.compute(KEYS, kv_transfer_params={"kv_cache": {"store_to": ["nowhere"]}})
+    assert "store_to = 'nowhere': want some of secondary_tiers: requests.store_to: disk" in caplog.text
+    offloading.forget()
+    assert offloading.found(KEYS) == len(KEYS)
+
+
 def test_what_is_to_be_stored_nowhere_is_not_stored(offloading: Offloading, tmp_path: Path) -> None:
     offloading.compute(KEYS, kv_transfer_params={"kv_cache": {"store": False}})
     assert not files(tmp_path)

@@ -70,6 +70,9 @@ class SendExecutor(Capability):
         released = self.prompts.take_released(request_ids)
         for request_id in released & self._spans.keys():
             self._spans.pop(request_id).end()
+        for request_id in request_ids:
+            if request_id not in self.prompts:  # nothing of it was sent
+                self._spans.pop(request_id, None)
         finished.released |= released
 
     def holds_blocks(self, request_id: str) -> bool:
