@@ -27,7 +27,9 @@ class Cluster:
         for number in range(3 + replicas):
             (folder / str(number)).mkdir(parents=True)
             (bus,) = free_ports(1)
-            own = ["cluster-enabled yes", "cluster-node-timeout 2000", "cluster-require-full-coverage no"]
+            own = ["cluster-enabled yes", "cluster-require-full-coverage no"]
+            # a busy machine must not look like a dead server, unless a replica is to notice one
+            own += [f"cluster-node-timeout {3_000 if replicas else 30_000}"]
             own += [f"cluster-port {bus}"] if kind == "valkey" else []
             self.servers.append(RedisServer(folder / str(number), kind, *own, *settings))
             self.buses.append(bus)
