@@ -32,6 +32,7 @@ class RedisClusterTier(RedisTier):
         self._nodes = _parse_nodes(self.name, url)
         self._address = ", ".join(f"{host}:{port}" for host, port in self._nodes)
         self._options = connection_options(config) | {"ssl": url.startswith("rediss")}
+        self._packer = command_packer()
         self._connected: Any = None
         self._is_stale = False
         self._lock = threading.Lock()
@@ -42,15 +43,20 @@ class RedisClusterTier(RedisTier):
         from redis.cluster import ClusterNode, RedisCluster
 
         with self._lock:
+            if self._connected is not None and not self._is_stale:
+                return self._connected
             if self._connected is None:
                 nodes = [ClusterNode(host, port) for host, port in self._nodes]
                 self._connected = RedisCluster(
                     startup_nodes=nodes, require_full_coverage=False, **self._options
                 )
-            elif self._is_stale:
+            else:
                 self._connected.nodes_manager.initialize()
+            for node in self._connected.get_nodes():  # RedisCluster takes no packer for connections
+                pool = self._connected.get_redis_connection(node).connection_pool
+                pool.connection_kwargs["command_packer"] = self._packer
             self._is_stale = False
-        return self._connected
+            return self._connected
 
     def scan(self) -> Iterator[tuple[str, int]]:
         seen: set[str] = set()
@@ -86,13 +92,12 @@ class RedisClusterTier(RedisTier):
             client = self._client
             node = client.get_node_from_key(key_of(name))
             pool = client.get_redis_connection(node).connection_pool
-            pool.connection_kwargs.setdefault("command_packer", command_packer())  # of its next connections
             try:
                 return self._exchange(pool, name, commands, buffers)
             except (exceptions.AskError, exceptions.TryAgainError):  # the slot moves, or has moved
                 replies = [client.execute_command(*command) for command in commands]
                 return [_copied(name, reply, buffer) for reply, buffer in zip(replies, buffers, strict=True)]
-            except (exceptions.ConnectionError, exceptions.TimeoutError, OSError):
+            except (exceptions.ConnectionError, exceptions.TimeoutError, ConnectionError, TimeoutError):
                 self._is_stale = True
                 raise
 

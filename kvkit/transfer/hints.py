@@ -33,7 +33,7 @@ class _Directive(BaseModel):
 
 
 class _Payload(BaseModel):
-    """What to retain, and on whose behalf; `scope` does not matter, as nothing is released."""
+    """The payload of the action. Its `scope` does not matter, as nothing is released."""
 
     model_config = ConfigDict(extra="forbid", strict=True, hide_input_in_errors=True)
     scope: str | None = None

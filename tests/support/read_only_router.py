@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import json
 import os
-import re
 import shutil
 import signal
 import subprocess
@@ -39,7 +38,7 @@ def build(asked: dict[str, Any], environment: Path) -> None:
     for run in asked["runs"]:
         run = run.replace("/opt/kvkit", str(environment)).replace("/src[", f"{source}[")
         run = run.replace("python -m venv", f"{sys.executable} -m venv")
-        run = re.sub(r"--extra-index-url \S+", "--no-deps", run)
+        run = run.replace("--no-cache-dir", "--no-cache-dir --no-deps")
         if "pip install" in run:
             (site,) = environment.glob("lib/python*/site-packages")
             (site / "here.pth").write_text(sysconfig.get_path("purelib") + "\n")
