@@ -104,6 +104,7 @@ API = (
     "adapters.huggingface.auxiliary",
     "adapters.huggingface.smollm2",
     "adapters.huggingface.gemma",
+    "adapters.jax.pages",
     "adapters.vllm.connector",
     "lab.compiling.gate",
     "lab.compiling.keys",

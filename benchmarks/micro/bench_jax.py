@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -13,6 +14,8 @@ import pytest
 import torch
 
 from benchmarks.timing import interleaved, ratio
+from kvkit.adapters.jax import pages as engine_pages
+from kvkit.config import load_config
 from kvkit.format.layout import LayerGroup
 from kvkit.kernels.attention import api as attention
 from kvkit.kernels.attention import jax as attention_jax
@@ -75,6 +78,48 @@ def test_pages(benchmark: Any, way: str) -> None:
     compare(benchmark, functions, "copy")
     for mine, tensor in zip(pages[0], tensors, strict=True):
         np.testing.assert_array_equal(mine, tensor.numpy())
+
+
+def test_engine_pages(benchmark: Any, tmp_path: Path) -> None:
+    """A prompt's chunks from a folder into pages, against a file of the bytes, not verified."""
+    group, chunk_tokens = (SMOLLM2, 256) if benchmark.enabled else (TINY, 8)
+    chunks = 8
+    ids = np.random.default_rng(0).permutation(2 * chunks * chunk_tokens // group.block_tokens)
+    table = ids[: chunks * chunk_tokens // group.block_tokens].astype(np.int32)
+    tokens = np.arange(chunks * chunk_tokens + 1, dtype=np.int32)
+    shape = len(ids), group.kv_heads, group.block_tokens, group.channels
+    stored = [jax.random.normal(jax.random.key(i), shape) for i in group.layers]
+    blocks = table.reshape(chunks, -1)
+    np.asarray(pages_jax.pack(group, stored, blocks=blocks)).tofile(tmp_path / "file")
+    record_shape = chunks, len(group.layers), group.kv_heads, chunk_tokens, group.channels
+    copied = np.zeros(record_shape, np.float32)
+    source = np.ones_like(copied)
+    unpack = jax.jit(partial(pages_jax.unpack, group), donate_argnums=0)
+    pages: dict[str, Any] = {
+        name: [jnp.zeros_like(layer) for layer in stored] for name in ("kvkit", "one file")
+    }
+    config = load_config(
+        chunk_tokens=chunk_tokens, staging="256MiB", tiers={"disk": {"url": f"file://{tmp_path / 'store'}"}}
+    )
+    with engine_pages.open_cache_for(config, stored, model="layers", params={}) as cache:
+        engine_pages.store(cache, tokens, stored, table)
+        cache.flush()
+
+        def ours() -> None:
+            pages["kvkit"], loaded = engine_pages.load(cache, tokens, pages["kvkit"], table)
+            assert loaded.tokens == len(tokens) - 1
+            jax.block_until_ready(pages["kvkit"])
+
+        def one_file() -> None:
+            records = np.fromfile(tmp_path / "file", np.float32).reshape(record_shape)
+            pages["one file"] = jax.block_until_ready(unpack(pages["one file"], records, blocks=blocks))
+
+        benchmark(ours)
+        functions = {"kvkit": ours, "one file": one_file, "copy": lambda: np.copyto(copied, source)}
+        compare(benchmark, functions, "one file")
+    for mine, theirs, wanted in zip(pages["kvkit"], pages["one file"], stored, strict=True):
+        np.testing.assert_array_equal(mine[table], wanted[table])
+        np.testing.assert_array_equal(mine, theirs)
 
 
 def test_attention(benchmark: Any) -> None:

@@ -36,7 +36,7 @@ FEATURES = (
     ("redis", "tiers on Redis and Valkey", "[redis]"),
     ("mooncake-transfer-engine-non-cuda or mooncake-transfer-engine", "tiers on Mooncake", "[mooncake]"),
     ("nixl-cu12 or nixl", "handoff by RDMA", "[nixl]"),
-    ("jax", "kernels for JAX arrays", "[jax]"),
+    ("jax", "pages of JAX engines, kernels for JAX arrays", "[jax]"),
     ("jax-triton", "attention of JAX arrays on CUDA", "[jax-triton]"),
     ("opentelemetry-exporter-otlp", "OpenTelemetry spans", "[tracing]"),
     ("optuna", "the tuning strategy tpe", "[tuning]"),

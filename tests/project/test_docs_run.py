@@ -493,6 +493,13 @@ def test_the_programs_of_the_page_on_hugging_face(tmp_path: Path) -> None:
     check_printed(page, "with CachedModel.open", run.stdout)
 
 
+def test_the_program_of_the_page_on_jax(tmp_path: Path) -> None:
+    code = on_page("docs/research/jax.md", '"""engine.py')
+    (tmp_path / "engine.py").write_text(changed(code, {"/tmp/kvkit-jax": str(tmp_path / "store")}))
+    done = run_shell(on_page("docs/research/jax.md", "python engine.py"), tmp_path)
+    check_printed("docs/research/jax.md", "python engine.py", done.stdout)
+
+
 def test_the_first_program_of_the_research_pages(tmp_path: Path) -> None:
     page = "docs/research/quick-start.md"
     (tmp_path / "first.py").write_text(on_page("docs/research/quick-start.md", '"""first.py'))

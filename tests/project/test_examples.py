@@ -199,6 +199,20 @@ def test_own_method(tmp_path: Path) -> None:
 
 
 @pytest.mark.nightly
+def test_jax(tmp_path: Path) -> None:
+    """The engine's answers are those of transformers, computed and from tiers."""
+    smollm2.fetch()
+    notebook = read(EXAMPLES / "10_jax.ipynb")
+    execute(notebook, tmp_path)
+    text = printed(notebook)
+    # the notebook's own asserts compare answers; here, that a reader sees what its words say
+    assert len(re.findall(r"hits: none, computed: 942", text)) == 2
+    assert re.search(r"hits: \{'disk': 896\}, computed: 46", text)
+    assert "Loaded(tokens=64, by_tier={'memory': 64}" in text
+    assert list(tmp_path.iterdir()) == [], "it leaves nothing where it runs"
+
+
+@pytest.mark.nightly
 def test_a_failing_cell_fails_the_test(tmp_path: Path) -> None:
     source = "import sys\nassert sys.executable == 'nowhere', sys.executable"
     notebook = read(EXAMPLES / "01_reuse.ipynb")
@@ -232,4 +246,5 @@ def test_the_notebooks_are_found() -> None:
         "07_prefill_decode.ipynb",
         "08_own_method.ipynb",
         "09_fewer_bits.ipynb",
+        "10_jax.ipynb",
     ]

@@ -77,6 +77,7 @@ EXCEPTED = {"kvkit/cache.py: Cache": 395}
 ROOM_LINES_AT_MOST = {
     "adapters/engine": 1_850,
     "adapters/huggingface": 1_700,
+    "adapters/jax": 280,
     "adapters/lmcache": 400,
     "adapters/sglang": 400,
     "adapters/vllm": 9_250,
@@ -97,7 +98,7 @@ ROOM_LINES_AT_MOST = {
     "kvkit/transfer": 4_050,
 }
 """Lines of code by room, blank ones and docstrings included."""
-CORE_LINES_AT_MOST = 53_000
+CORE_LINES_AT_MOST = 53_800
 """Lines of all rooms but the laboratory."""
 KERNELS = re.compile(r"(?:triton\.|gluon\.|numba\.|_)?n?jit\b")
 """What decorates a function that Triton or numba compiles: its parameters are registers and pointers, as are

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -14,6 +15,8 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 from jax_reference import problem
 
+from kvkit.adapters.jax import pages as engine_pages
+from kvkit.config import load_config
 from kvkit.format.layout import LayerGroup, Precision
 from kvkit.format.rope import Rope
 from kvkit.kernels.attention import jax as attention
@@ -86,6 +89,22 @@ def test_pages(precision: Precision | None, dtype: str, pinned: bool) -> None:
         assert records.sharding.memory_kind == ("pinned_host" if pinned else "device")
         assert layer.sharding.spec == HEADS
         assert layer.sharding.memory_kind == "device"
+
+
+def test_an_engine_whose_heads_are_sharded_shares_records_with_one_of_one_device(tmp_path: Path) -> None:
+    _, ([a, b], [c, d], *_) = moving("bfloat16")
+    config = load_config(chunk_tokens=8, staging="16MiB", tiers={"disk": {"url": f"file://{tmp_path}"}})
+    tokens, blocks = np.arange(25), np.array([5, 0, 3, 1, 6, 2])
+    with engine_pages.open_cache_for(config, [a, b], model="decoder", params={}) as cache:
+        engine_pages.store(cache, tokens, put([a, b], HEADS), blocks)
+        cache.flush()
+        wanted, loaded = engine_pages.load(cache, tokens, [jnp.copy(c), jnp.copy(d)], blocks)
+        sharded, again = engine_pages.load(cache, tokens, put([c, d], HEADS), blocks)
+    assert loaded == again
+    assert loaded.tokens == 24
+    equal(sharded, wanted)
+    assert all(layer.sharding.spec == HEADS for layer in sharded)
+    np.testing.assert_array_equal(np.asarray(wanted[1])[blocks], np.asarray(b)[blocks])
 
 
 def test_attention_of_sharded_heads() -> None:

@@ -1,0 +1,1 @@
+"""Pages of an engine in JAX, on any device, as records."""
