@@ -12,15 +12,18 @@ import numpy as np
 import obstore
 import pytest
 import redis
+import redis.cluster
 import s3fs
 from obstore.store import S3Store
 
 from benchmarks.batch import Batch
 from benchmarks.timing import interleaved, ratio
+from kvkit.lab.testbed.redis_clusters import Cluster
 from kvkit.lab.testbed.servers import RedisServer, S3Server, data_folder
 from kvkit.tiers.base import Tier, default_threads
 from kvkit.tiers.objects import ObjectTier
 from kvkit.tiers.redis import PREFIX, RedisTier
+from kvkit.tiers.redis_cluster import RedisClusterTier
 from kvkit.tiers.settings import TierConfig
 
 MIB = 1 << 20
@@ -156,6 +159,31 @@ def test_one_layer(benchmark: Any, server: S3Server) -> None:
 
     compare(benchmark, ours, other, "obstore.get_range, nothing copied to slots")
     batch.close(tier)
+
+
+@pytest.mark.parametrize("other", ["redis-py", "one server"])
+def test_redis_cluster(benchmark: Any, tmp_path: Path, other: str) -> None:
+    """Gets of 32 x 2 MiB from three servers; against redis-py's own, copied, or one server's tier."""
+    batch = Remote(RECORDS, 2 * MIB if benchmark.enabled else 4096)
+    with Cluster(tmp_path / "cluster", "valkey") as cluster, RedisServer(tmp_path, "valkey") as server:
+        tier = RedisClusterTier(TierConfig(url=cluster.url, threads=THREADS, timeout_s=60))
+        single = RedisTier(TierConfig(url=server.url, threads=THREADS, timeout_s=60))
+        client = redis.cluster.RedisCluster("127.0.0.1", cluster.servers[0].port)
+
+        def get(name: str, slot: memoryview) -> None:
+            slot[:] = client.get(PREFIX + name)
+
+        batch.move(tier.put)
+        batch.move(single.put)
+        if other == "redis-py":
+            compare(
+                benchmark, lambda: batch.move(tier.get), lambda: batch.bare(get), "RedisCluster.get, copied"
+            )
+        else:
+            compare(benchmark, lambda: batch.move(tier.get), lambda: batch.move(single.get), "one server")
+        client.close()
+        single.close()
+        batch.close(tier)
 
 
 @pytest.mark.parametrize("job", ["get", "put"])

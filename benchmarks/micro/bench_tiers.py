@@ -117,6 +117,26 @@ def test_read(benchmark: Any, fixture: Fixture, cache: str) -> None:
     assert all(lease.array.any() for lease in fixture.leases)
 
 
+@pytest.mark.parametrize("job", ["get", "put"])
+def test_by_nixl(benchmark: Any, fixture: Fixture, job: str) -> None:
+    """Its POSIX plug-in against the folder's own reads and writes; warm."""
+    nixl = ObjectTier(TierConfig(url=f"nixl+file://{fixture.root / 'nixl'}", threads=THREADS))
+    fixture.move(fixture.tier.put)
+    fixture.move(nixl.put)
+    if job == "get":
+        compare(
+            benchmark, lambda: fixture.move(nixl.get), lambda: fixture.move(fixture.tier.get), "a folder", 15
+        )
+    else:
+
+        def put(tier: ObjectTier) -> None:
+            tier.delete(fixture.names)
+            fixture.move(tier.put)
+
+        compare(benchmark, partial(put, nixl), partial(put, fixture.tier), "a folder", 8)
+    nixl.close()
+
+
 @pytest.mark.parametrize("cache", ["warm", "cold"])
 def test_read_against_fsspec(benchmark: Any, fixture: Fixture, cache: str) -> None:
     fixture.move(fixture.tier.put)

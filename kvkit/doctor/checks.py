@@ -27,7 +27,7 @@ from kvkit.format.record import RecordFormat
 from kvkit.format.urls import hide
 from kvkit.staging import Lease, Staging
 from kvkit.tiers.base import OnComplete, Tier
-from kvkit.tiers.registry import TIERS, kind_of
+from kvkit.tiers.registry import FOLDERS, TIERS, kind_of
 from kvkit.tiers.settings import TierConfig, open_tier
 from kvkit.tiers.shm.file import pool_path
 from kvkit.workers import within
@@ -193,9 +193,9 @@ def _small_tier(config: TierConfig) -> Iterator[TierConfig]:
         try:
             yield config.model_copy(update={"capacity": None, "quota": None})
         finally:
-            for root in (folder_url for folder_url in config.urls if kind_of(folder_url) is TIERS["folder"]):
+            for root in (folder_url for folder_url in config.urls if kind_of(folder_url) in FOLDERS):
                 array = quantised_name(FORMAT.array, config.precision) if config.precision else FORMAT.array
-                array = os.path.join(LocalFileSystem._strip_protocol(root), array)
+                array = os.path.join(LocalFileSystem._strip_protocol(root.removeprefix("nixl+")), array)
                 with suppress(OSError):  # missing, not empty, or in use by another check
                     os.rmdir(array)
                     os.rmdir(os.path.dirname(array))

@@ -35,7 +35,7 @@ FEATURES = (
     ("obstore", "tiers on S3, GCS and Azure", "[s3]"),
     ("redis", "tiers on Redis and Valkey", "[redis]"),
     ("mooncake-transfer-engine-non-cuda or mooncake-transfer-engine", "tiers on Mooncake", "[mooncake]"),
-    ("nixl-cu12 or nixl", "handoff by RDMA", "[nixl]"),
+    ("nixl-cu12 or nixl", "handoff by RDMA, folders by NIXL's plug-ins", "[nixl]"),
     ("jax", "pages of JAX engines, kernels for JAX arrays", "[jax]"),
     ("jax-triton", "attention of JAX arrays on CUDA", "[jax-triton]"),
     ("opentelemetry-exporter-otlp", "OpenTelemetry spans", "[tracing]"),

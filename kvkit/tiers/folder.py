@@ -111,12 +111,13 @@ class Folder:
             size = os.fstat(file).st_size
             if size > len(buffer):
                 raise too_large(name, size, len(buffer))
-            return _read_at(file, buffer[:size], 0)  # if truncated meanwhile, the record's checksums show it
+            # if truncated meanwhile, the record's checksums show it
+            return self._read_bytes(file, buffer[:size], 0)
 
     def read_ranges(self, name: str, ranges: Ranges, buffers: Sequence[memoryview]) -> None:
         with self._opened(name) as file:
             for (offset, size), buffer in zip(ranges, buffers, strict=True):
-                count = _read_at(file, buffer[:size], offset)
+                count = self._read_bytes(file, buffer[:size], offset)
                 if count < size:
                     raise cut_short(name, count, offset, size)
 
@@ -139,7 +140,7 @@ class Folder:
         file, temporary = self._create_temporary(folder)
         try:
             try:
-                _write_all(file, data)
+                self._write_bytes(file, data)
                 if self._fsync:
                     os.fsync(file)
                 else:
@@ -163,6 +164,14 @@ class Folder:
             if folder not in self._synced:
                 self._sync_names(folder)
                 self._synced.add(folder)
+
+    def _read_bytes(self, file: int, buffer: memoryview, offset: int) -> int:
+        """Read from `offset` until the buffer is full or the file ends; return the number of bytes."""
+        return _read_at(file, buffer, offset)
+
+    def _write_bytes(self, file: int, data: memoryview) -> None:
+        """Write a new file."""
+        _write_all(file, data)
 
     def _sync_names(self, folder: str) -> None:
         """Sync the name of `folder` and of every folder above it on its file system."""

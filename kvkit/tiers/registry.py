@@ -55,6 +55,13 @@ TIERS: Mapping[str, TierKind] = {
         schemes=("file", "local"),
         settings=_ON_STORES | {"access"},
     ),
+    "nixl": TierKind(
+        where="in a folder by NIXL",
+        opens="kvkit.tiers.objects:ObjectTier",
+        schemes=("nixl+file",),
+        settings=_ON_STORES | {"access"},
+        install="pip install 'kvkit-llm[nixl]'",
+    ),
     "bucket": TierKind(
         where="in a bucket",
         opens="kvkit.tiers.objects:ObjectTier",
@@ -93,6 +100,8 @@ TIERS: Mapping[str, TierKind] = {
         install="pip install 'kvkit-llm[mooncake]'",
     ),
 }
+FOLDERS = (TIERS["folder"], TIERS["nixl"])
+"""Kinds whose records are files of a mounted folder."""
 
 
 def kind_of(url: str | None) -> TierKind:

@@ -29,7 +29,7 @@ from kvkit.tiers.base import Scope, Tier
 from kvkit.tiers.eviction.plugins import CHOICES, PolicyName
 from kvkit.tiers.folder import Access
 from kvkit.tiers.plugins import check_kind, open_plugin
-from kvkit.tiers.registry import TIERS, TierKind, check_settings, kind_of
+from kvkit.tiers.registry import FOLDERS, TierKind, check_settings, kind_of
 from kvkit.tiers.spread import SpreadTier
 
 if TYPE_CHECKING:
@@ -46,8 +46,8 @@ class TierConfig(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True, hide_input_in_errors=True)
     url: str | tuple[str, ...] | None = Field(
         None,
-        description="a folder, shm://, s3://, redis://, redis+cluster://, mooncake://, any fsspec URL; none: "
-        "in memory",
+        description="a folder, nixl+file://, shm://, s3://, redis://, redis+cluster://, mooncake://, any of "
+        "fsspec's; none: in memory",
     )
     kind: str | None = Field(None, description="a tier of another package, which gets the other settings")
     spread: Literal["by_key", "by_rank", "stripe"] = Field(
@@ -123,7 +123,7 @@ class TierConfig(BaseModel):
         urls_by_location: dict[str, str] = {}
         for url in self.urls:
             folder = url.partition("://")[2] if "://" in url else url
-            if kind_of(url) is not TIERS["folder"]:
+            if kind_of(url) not in FOLDERS:
                 location = url
             elif not folder.strip():
                 raise ValueError(

@@ -1,4 +1,4 @@
-"""Open the store at a URL: a folder, a bucket, or any other store of fsspec."""
+"""Open the store at a URL: a folder, also by NIXL, a bucket, or any other store of fsspec."""
 
 from __future__ import annotations
 
@@ -31,6 +31,11 @@ def open_store(tier: str, url: str, config: TierConfig) -> ObjectStore:
             from kvkit.tiers.bucket import Bucket
 
             return Bucket(url, options, config.timeout_s)
+        if kind_of(url) is TIERS["nixl"]:
+            from kvkit.tiers.nixl import NixlFolder
+
+            root = LocalFileSystem._strip_protocol(url.removeprefix("nixl+"))
+            return NixlFolder(root, options, config.fsync, config.access)
         if "::" in url and get_protocol(url.rpartition("::")[2]) in LocalFileSystem.protocol:
             raise ValueError(f"url={shown(url)!r}: a folder behind another store; want the folder itself")
         connect = partial(file_system_at, url, options, config.timeout_s)

@@ -150,8 +150,10 @@ def test_tokens_that_were_loaded_are_not_stored(tmp_path: Path) -> None:
         done = adapter.store(cache, TOKENS, pages, TABLE, first=2 * CHUNK_TOKENS)
         assert (done.tokens, done.new_tokens) == (CHUNK_TOKENS, CHUNK_TOKENS)
         assert cache.lookup(TOKENS).tokens == 0
+        cache.flush()
         done = adapter.store(cache, TOKENS, pages, TABLE)
         assert (done.tokens, done.new_tokens) == (3 * CHUNK_TOKENS, 2 * CHUNK_TOKENS)
+        cache.flush()
         assert cache.lookup(TOKENS).tokens == 3 * CHUNK_TOKENS
 
 

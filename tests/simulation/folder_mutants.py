@@ -11,13 +11,13 @@ FOLDER_MUTANTS = (
         "a file has its name before what is in it is synced",
         FOLDER,
         """\
-                _write_all(file, data)
+                self._write_bytes(file, data)
                 if self._fsync:
                     os.fsync(file)
                 else:
 """,
         """\
-                _write_all(file, data)
+                self._write_bytes(file, data)
                 if not self._fsync:
 """,
         "folder",
@@ -26,12 +26,12 @@ FOLDER_MUTANTS = (
         "a file has its name before it is written",
         FOLDER,
         """\
-                _write_all(file, data)
+                self._write_bytes(file, data)
                 if self._fsync:
 """,
         """\
                 os.rename(temporary, path)
-                _write_all(file, data)
+                self._write_bytes(file, data)
                 temporary = path
                 if self._fsync:
 """,

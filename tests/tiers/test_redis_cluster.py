@@ -6,9 +6,9 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from redis_clusters import Cluster
 from remote_tiers import finish, same
 
+from kvkit.lab.testbed.redis_clusters import Cluster
 from kvkit.lab.testbed.waiting import wait_for
 from kvkit.staging import Staging
 from kvkit.tiers.base import Tier, TierError

@@ -94,6 +94,8 @@ def test_what_a_tier_that_hangs_does_not_take_is_not_stored(tmp_path: Path) -> N
         assert cache.store(tokens, engine.places(table), to=["hung"]).new_tokens == 0
         assert cache.store(tokens, engine.places(table)).new_tokens == len(tokens), "the disk takes all"
         assert cache.counts().refused == {"hung": 2 * len(tokens) // CHUNK}
+        names = cache.chunks(tokens).names
+        wait_for(lambda: cache.tiers["disk"].match_prefix(names) == len(names))
         with cache.store_layers(tokens[: 4 * CHUNK], engine.places(table)) as layers:
             for layer in range(len(engine.layout.groups[0].layers)):
                 layers.layer(layer)

@@ -14,7 +14,6 @@ import time
 import uuid
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
-from importlib import import_module
 from typing import Any
 
 import numpy as np
@@ -24,12 +23,12 @@ from kvkit.handoff.transport import tcp
 from kvkit.handoff.transport.channel import HEADER, SHARED, Channel
 from kvkit.handoff.transport.stream import Stream
 from kvkit.staging import Staging
+from kvkit.tiers.nixl_api import import_nixl, translated
 
 _ARENA = struct.Struct("<QQQ32s")
 _SPIN_S = 100e-6
 _SLEEP_S = 20e-6
 _DEVICES = "UCX_NET_DEVICES"
-_PACKAGES = ("nixl_cu12", "nixl_cu13")
 
 
 class Agent:
@@ -46,7 +45,7 @@ class Agent:
     """
 
     def __init__(self, loopback: bool) -> None:
-        api = _import()
+        api = import_nixl()
         self.loopback = loopback
         self.users = 0
         self.name = uuid.uuid4().hex
@@ -60,7 +59,7 @@ class Agent:
         if confined:  # UCX reads it from the environment only
             os.environ[_DEVICES] = "lo"
         try:
-            with _translated():
+            with translated():
                 self._agent.create_backend("UCX")
         finally:
             if confined:
@@ -79,7 +78,7 @@ class Agent:
         Raises:
             OSError: NIXL cannot register it, for example because it may not lock memory.
         """
-        with self._lock, _translated():
+        with self._lock, translated():
             if id(memory) not in self._memories:
                 region = (address_of(memory), len(memory), 0, "")
                 self._memories[id(memory)] = memory, self._agent.register_memory([region], "DRAM"), set()
@@ -134,7 +133,7 @@ class Agent:
             OSError: NIXL failed.
         """
         agent = self._agent
-        with _translated():
+        with translated():
             local = agent.get_xfer_descs([(source, size, 0)], "DRAM")
             remote = agent.get_xfer_descs([(target, size, 0)], "DRAM")
             transfer = agent.initialize_xfer("WRITE", local, remote, peer)
@@ -254,19 +253,6 @@ def connect(host: str, port: int, timeout_s: float) -> Channel:
         return NixlChannel(stream, agent, use.pop_all(), peer=address, timeout_s=timeout_s, takes_arena=True)
 
 
-@contextmanager
-def _translated() -> Iterator[None]:
-    """Convert NIXL's exceptions, which have no common base, to OSError."""
-    try:
-        yield
-    except OSError:
-        raise
-    except Exception as error:
-        if type(error).__name__ == "nixlRemoteDisconnectError":
-            raise ConnectionError(str(error)) from error
-        raise OSError(f"NIXL: {error}") from error
-
-
 _agents: dict[bool, Agent] = {}
 _opening = threading.Lock()
 
@@ -297,10 +283,3 @@ def agent_of(loopback: bool) -> Iterator[Agent]:
 def address_of(memory: mmap.mmap | memoryview) -> int:
     """Return the address of the first byte of `memory`."""
     return np.frombuffer(memory, np.uint8).ctypes.data
-
-
-def _import() -> Any:
-    for package in _PACKAGES:
-        with suppress(ModuleNotFoundError):
-            return import_module(f"{package}._api")
-    raise ValueError("NIXL is missing: pip install 'kvkit-llm[nixl]'")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from contextlib import ExitStack
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal, Self
 
@@ -53,27 +54,28 @@ class Cluster:
             primary = self.call(number).execute_command("CLUSTER MYID").decode()
             self.call(3 + number).execute_command("CLUSTER REPLICATE", primary)
             copy = self.call(3 + number)
-            wait_for(lambda client=copy: client.info("replication").get("master_link_status") == "up")
+            wait_for(partial(_has_copied, copy))
         return self
 
     def __exit__(self, *error: Any) -> None:
         self._stack.__exit__(*error)
 
     def call(self, number: int) -> redis.Redis:
-        """A client of one server."""
+        """Return a client of one server."""
         return redis.Redis("127.0.0.1", self.servers[number].port, protocol=2)
 
     def knows_all(self, number: int) -> bool:
-        """Whether a server knows all others and who has which slots."""
+        """Return whether a server knows all others and who has which slots."""
         found = self.call(number).execute_command("CLUSTER INFO")
-        return (
-            found["cluster_state"] == "ok"
-            and found["cluster_slots_ok"] == str(SLOTS)
-            and found["cluster_known_nodes"] == str(len(self.servers))
-        )
+        wanted = {
+            "cluster_state": "ok",
+            "cluster_slots_ok": str(SLOTS),
+            "cluster_known_nodes": str(len(self.servers)),
+        }
+        return all(found[name] == value for name, value in wanted.items())
 
     def owner(self, key: str) -> int:
-        """Number of the server that has a key's slot."""
+        """Return the number of the server that has a key's slot."""
         slot = int(self.call(0).execute_command("CLUSTER KEYSLOT", key))
         return next(i for i in range(3) if slot < (i + 1) * SLOTS // 3)
 
@@ -87,3 +89,7 @@ class Cluster:
         self.call(source).execute_command("MIGRATE", *address, key, 0, 5000)
         for number in range(3) if complete else ():
             self.call(number).execute_command("CLUSTER SETSLOT", slot, "NODE", ids[target])
+
+
+def _has_copied(replica: redis.Redis) -> bool:
+    return bool(replica.info("replication").get("master_link_status") == "up")
