@@ -123,17 +123,13 @@ def test_by_nixl(benchmark: Any, fixture: Fixture, job: str) -> None:
     nixl = ObjectTier(TierConfig(url=f"nixl+file://{fixture.root / 'nixl'}", threads=THREADS))
     fixture.move(fixture.tier.put)
     fixture.move(nixl.put)
-    if job == "get":
-        compare(
-            benchmark, lambda: fixture.move(nixl.get), lambda: fixture.move(fixture.tier.get), "a folder", 15
-        )
-    else:
 
-        def put(tier: ObjectTier) -> None:
+    def move(tier: ObjectTier) -> None:
+        if job == "put":
             tier.delete(fixture.names)
-            fixture.move(tier.put)
+        fixture.move(getattr(tier, job))
 
-        compare(benchmark, partial(put, nixl), partial(put, fixture.tier), "a folder", 8)
+    compare(benchmark, partial(move, nixl), partial(move, fixture.tier), "a folder", 12)
     nixl.close()
 
 
