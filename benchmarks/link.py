@@ -19,10 +19,17 @@ class NoLink(RuntimeError):
 
 @dataclass(frozen=True, slots=True)
 class Link:
-    """The other end: its address, and what begins a command that is to run there."""
+    """The other end: its address, and what begins a command that is to run there.
+
+    Attributes:
+        near: address of this end.
+        device: interface of this end.
+    """
 
     address: str
     within: tuple[str, ...]
+    near: str
+    device: str
 
 
 @contextmanager
@@ -45,17 +52,18 @@ def link(megabits: int) -> Iterator[Link]:
         pid = holder.pid
         within = ("nsenter", f"--target={pid}", "--net")
         near, far = IPv4Network((int(IPv4Address("10.0.0.0")) + 4 * pid, 30)).hosts()  # as nobody else has
-        _run("ip", "link", "add", f"kv{pid}a", "type", "veth", "peer", "name", f"kv{pid}b", "netns", str(pid))
+        run("ip", "link", "add", f"kv{pid}a", "type", "veth", "peer", "name", f"kv{pid}b", "netns", str(pid))
         for there, name, address in (((), f"kv{pid}a", near), (within, f"kv{pid}b", far)):
-            _run(*there, "ip", "addr", "add", f"{address}/30", "dev", name)
-            _run(*there, "ip", "link", "set", name, "up")
+            run(*there, "ip", "addr", "add", f"{address}/30", "dev", name)
+            run(*there, "ip", "link", "set", name, "up")
             shape = f"tc qdisc add dev {name} root tbf rate {megabits}mbit burst 512kb latency 50ms"
-            _run(*there, *shape.split())
-        _run(*within, "ip", "link", "set", "lo", "up")
-        yield Link(str(far), within)
+            run(*there, *shape.split())
+        run(*within, "ip", "link", "set", "lo", "up")
+        yield Link(str(far), within, str(near), f"kv{pid}a")
 
 
-def _run(*command: str) -> None:
+def run(*command: str) -> None:
+    """Run a command. Raises `NoLink` if it fails."""
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     if done.returncode:
         raise NoLink(f"{' '.join(command)}: {done.stderr.strip()}")

@@ -147,6 +147,25 @@ def fleet(document: Row) -> Iterator[Row]:
         yield row
 
 
+def two_hosts(document: Row) -> Iterator[Row]:
+    """List what clients saw of each store, and what the simulator says of the same speed."""
+    said = {run["speed"]: run for run in document["simulated"] if run["engines"] == document["engines"]}
+    for run in document["rows"]:
+        if not run["killed"]:
+            wanted = said[run["speed"]]
+            yield run | {"simulated_hits": wanted["hit_rate"], "simulated_s": wanted["ttft_mean_s"]}
+
+
+def killed_store(document: Row) -> Iterator[Row]:
+    """List the time to the first token before, while and after a server of each store was dead."""
+    for run in document["rows"]:
+        if run["killed"]:
+            parts = run["spans"]
+            yield {"store": run["store"]} | {
+                f"{name}_{key}": parts[name][key] for name in parts for key in ("hit_rate", "ttft_p99_s")
+            }
+
+
 def eviction(found: Row) -> Rows:
     """Hit rates, the mean over seeds; the best of a row in bold."""
     policies = found["policies"]

@@ -6,7 +6,6 @@ them.
 
 from __future__ import annotations
 
-import json
 import os
 import socket
 import struct
@@ -15,7 +14,6 @@ from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
-from urllib.request import urlopen
 
 import numpy as np
 import pytest
@@ -24,14 +22,14 @@ from remote_tiers import finish, same
 
 from kvkit.config import load_config, open_cache
 from kvkit.lab.testbed.engine_stub import Engine, small_layout
-from kvkit.lab.testbed.servers import Process, executable, free_ports
+from kvkit.lab.testbed.mooncake import GIVEN, Giver, Master
+from kvkit.lab.testbed.servers import Process
 from kvkit.lab.testbed.waiting import wait_for
 from kvkit.observe.inspect import list_tier
 from kvkit.staging import Staging, release_all
 from kvkit.tiers import mooncake
 from kvkit.tiers.base import Tier, TierError, TierFull
 from kvkit.tiers.mooncake import PREFIX, MooncakeTier
-from kvkit.tiers.settings import TierConfig
 from kvkit.tiers.testing.contract import (
     DEADLINE_S,
     SLOT_BYTES,
@@ -44,7 +42,6 @@ from kvkit.tiers.testing.contract import (
     record_names,
 )
 
-GIVEN = 16 << 20
 LIMITS = (
     "MC_RPC_TIMEOUT_MS",
     "MC_RPC_CONNECT_TIMEOUT_MS",
@@ -52,57 +49,6 @@ LIMITS = (
     "MC_TCP_PROGRESS_TIMEOUT_SEC",
 )
 TIMEOUT_S = 0.5
-
-
-class Master(Process):
-    """Knows what lies where."""
-
-    def __init__(self, folder: Path) -> None:
-        super().__init__(folder)
-        self.port, self.metrics_port = free_ports(2)
-        self.url = f"mooncake://127.0.0.1:{self.port}"
-
-    def command(self) -> list[str]:
-        flags = {
-            "rpc_port": self.port,
-            "metrics_port": self.metrics_port,
-            "allocation_strategy": "free_ratio_first",  # not at random
-        }
-        return [executable("mooncake_master"), *(f"--{name}={value}" for name, value in flags.items())]
-
-    def answers(self) -> bool:
-        return bool(json.loads(self.asked("health"))["service_ready"])
-
-    def asked(self, path: str) -> str:
-        with urlopen(f"http://127.0.0.1:{self.metrics_port}/{path}", timeout=5) as answer:
-            return str(answer.read().decode())
-
-    def tier(self, staging: Staging, given: int = 0, **settings: Any) -> MooncakeTier:
-        options = {"metrics_port": self.metrics_port, "global_segment_size": given}
-        return MooncakeTier(TierConfig(url=self.url, options=options, **settings), staging)
-
-
-class Giver(Process):
-    """Gives memory to the pool, and does nothing else."""
-
-    def __init__(self, folder: Path, master: Master) -> None:
-        super().__init__(folder)
-        self._master = master
-        self._had = 0
-
-    def command(self) -> list[str]:
-        self._had = len(self._master.asked("get_all_segments").split())
-        flags = {
-            "host": "127.0.0.1",
-            "port": free_ports(1)[0],
-            "metadata_server": "P2PHANDSHAKE",
-            "master_server_address": f"127.0.0.1:{self._master.port}",
-            "global_segment_size": GIVEN,
-        }
-        return [executable("mooncake_client"), *(f"--{name}={value}" for name, value in flags.items())]
-
-    def answers(self) -> bool:
-        return len(self._master.asked("get_all_segments").split()) > self._had
 
 
 def halt(process: Process) -> None:

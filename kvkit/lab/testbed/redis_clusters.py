@@ -1,4 +1,4 @@
-"""Clusters of real Redis or Valkey servers on 127.0.0.1, which divide the hash slots among them."""
+"""Clusters of real Redis or Valkey servers, which divide the hash slots among them."""
 
 from __future__ import annotations
 
@@ -19,8 +19,14 @@ class Cluster:
     """Three servers and `replicas` more, which copy the first ones; a context manager."""
 
     def __init__(
-        self, folder: Path, kind: Literal["redis", "valkey"], *settings: str, replicas: int = 0
+        self,
+        folder: Path,
+        kind: Literal["redis", "valkey"],
+        *settings: str,
+        replicas: int = 0,
+        address: str = "127.0.0.1",
     ) -> None:
+        self._address = address
         self.servers: list[RedisServer] = []
         self.buses: list[int] = []
         self._replicas = replicas
@@ -32,10 +38,10 @@ class Cluster:
             # a busy machine must not look like a dead server, unless a replica is to notice one
             own += [f"cluster-node-timeout {3_000 if replicas else 30_000}"]
             own += [f"cluster-port {bus}"] if kind == "valkey" else []
-            self.servers.append(RedisServer(folder / str(number), kind, *own, *settings))
+            self.servers.append(RedisServer(folder / str(number), kind, *own, *settings, address=address))
             self.buses.append(bus)
         self.kind = kind
-        self.url = "redis+cluster://" + ",".join(f"127.0.0.1:{s.port}" for s in self.servers[:2])
+        self.url = "redis+cluster://" + ",".join(f"{address}:{s.port}" for s in self.servers[:2])
 
     def __enter__(self) -> Self:
         for server in self.servers:
@@ -48,7 +54,7 @@ class Cluster:
             self.call(number).execute_command("CLUSTER SET-CONFIG-EPOCH", number + 1)
             if number:
                 bus = [self.buses[number]] if self.kind == "valkey" else []
-                first.execute_command("CLUSTER MEET", "127.0.0.1", server.port, *bus)
+                first.execute_command("CLUSTER MEET", self._address, server.port, *bus)
         wait_for(lambda: all(self.knows_all(i) for i in range(len(self.servers))))
         for number in range(self._replicas):
             primary = self.call(number).execute_command("CLUSTER MYID").decode()
@@ -62,7 +68,7 @@ class Cluster:
 
     def call(self, number: int) -> redis.Redis:
         """Return a client of one server."""
-        return redis.Redis("127.0.0.1", self.servers[number].port, protocol=2)
+        return redis.Redis(self._address, self.servers[number].port, protocol=2)
 
     def knows_all(self, number: int) -> bool:
         """Return whether a server knows all others and who has which slots."""
@@ -85,7 +91,7 @@ class Cluster:
         ids = {i: self.call(i).execute_command("CLUSTER MYID").decode() for i in (source, target)}
         self.call(target).execute_command("CLUSTER SETSLOT", slot, "IMPORTING", ids[source])
         self.call(source).execute_command("CLUSTER SETSLOT", slot, "MIGRATING", ids[target])
-        address = "127.0.0.1", self.servers[target].port
+        address = self._address, self.servers[target].port
         self.call(source).execute_command("MIGRATE", *address, key, 0, 5000)
         for number in range(3) if complete else ():
             self.call(number).execute_command("CLUSTER SETSLOT", slot, "NODE", ids[target])

