@@ -157,13 +157,11 @@ def two_hosts(document: Row) -> Iterator[Row]:
 
 
 def killed_store(document: Row) -> Iterator[Row]:
-    """List the time to the first token before, while and after a server of each store was dead."""
+    """List what clients saw of the trace while a server of each store was dead for a part of it."""
+    alive = {run["store"]: run for run in document["rows"] if not run["killed"] and run["speed"] == 1}
     for run in document["rows"]:
         if run["killed"]:
-            parts = run["spans"]
-            yield {"store": run["store"]} | {
-                f"{name}_{key}": parts[name][key] for name in parts for key in ("hit_rate", "ttft_p99_s")
-            }
+            yield run | {"alive": alive[run["store"]], "dead": run["spans"]["while"]}
 
 
 def eviction(found: Row) -> Rows:

@@ -73,10 +73,10 @@ class Giver(Process):
         super().__init__(folder)
         self._master = master
         self._given, self._address, self._within = given, address, within
-        self._had = 0
+        self._before: set[str] = set()
 
     def command(self) -> list[str]:
-        self._had = len(self._master.asked("get_all_segments").split())
+        self._before = set(self._master.asked("get_all_segments").split())
         flags = {
             "host": self._address,
             "port": free_ports(1)[0],
@@ -88,4 +88,5 @@ class Giver(Process):
         return [*self._within, *command]
 
     def answers(self) -> bool:
-        return len(self._master.asked("get_all_segments").split()) > self._had
+        # not by their number: a dead giver's is dropped some time after its death
+        return bool(set(self._master.asked("get_all_segments").split()) - self._before)
