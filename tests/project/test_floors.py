@@ -91,7 +91,7 @@ ROOM_LINES_AT_MOST = {
     "kvkit/doctor": 600,
     "kvkit/format": 1_900,
     "kvkit/handoff": 5_500,
-    "kvkit/lab": 11_100,
+    "kvkit/lab": 11_200,
     "kvkit/observe": 1_300,
     "kvkit/router": 4_100,
     "kvkit/tiers": 6_750,
