@@ -108,6 +108,7 @@ def trace(each: Callable[[], None]) -> None:
             each()
         return step
 
+    sys._getframe().f_trace_opcodes = True  # Python 3.12 asks any frame for it when tracing begins
     sys.settrace(step)
 
 
