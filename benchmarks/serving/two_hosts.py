@@ -23,12 +23,12 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import cache
-from importlib.util import find_spec
 from pathlib import Path
 from statistics import fmean, quantiles
 from typing import Any
 
 import numpy as np
+from msgspec.structs import replace
 
 from benchmarks.link import Link, NoLink, link, run
 from benchmarks.research.fleet import traffic
@@ -39,6 +39,8 @@ from kvkit.lab.files import about
 from kvkit.lab.simulate.config import SimulationConfig
 from kvkit.lab.simulate.model import simulate
 from kvkit.lab.simulate.traces import Request, Trace
+from kvkit.lab.testbed.mooncake import Giver, Master, library_path
+from kvkit.lab.testbed.redis_clusters import Cluster
 from kvkit.lab.testbed.servers import Process, S3Server
 from kvkit.transfer.sequence import SequencePages
 
@@ -50,9 +52,9 @@ GROUP = LayerGroup(
 LAYOUT = KVLayout((GROUP,))
 CHUNK_BYTES = GROUP.chunk_bytes(CHUNK_TOKENS)
 MEMORY_CHUNKS, STAGING_CHUNKS, LONGEST = 96, 64, 128
-"""Of an engine; the longest prompt has so many chunks."""
+"""Limits of an engine's memory, of its other slots, and of prompts, in chunks."""
 ADDRESS = "10.200.0.1"
-"""Of the stores, in their own namespace."""
+"""Address of the stores, in their own namespace."""
 STORES = "redis cluster", "S3", "Mooncake"
 SPEEDS = 0.5, 1.0, 2.0
 KILL_S, RETURN_S = 12.0, 22.0
@@ -65,7 +67,6 @@ class Store:
 
     tier: dict[str, Any]
     victim: Process
-    pids: Sequence[int]
 
 
 def tokens_of(request: Request) -> np.ndarray[Any, np.dtype[np.int32]]:
@@ -79,7 +80,7 @@ def _chunk(name: str) -> np.ndarray[Any, np.dtype[np.int32]]:
 
 
 def serve(number: int, settings: Mapping[str, Any], speed: float) -> None:
-    """Be one engine: say "ready", wait for a line, serve its requests, print rows and counts."""
+    """Serve one engine's requests: say "ready", wait for a line with the time, print a row for each."""
     mine = [request for request in traffic(ENGINES).requests if engine_of(request) == number]
     prompts = [tokens_of(request) for request in mine]
     config = load_config(
@@ -112,7 +113,6 @@ def serve(number: int, settings: Mapping[str, Any], speed: float) -> None:
                     "tokens": request.input_tokens,
                     "computed": computed,
                     "hits": dict(loaded.by_tier),
-                    "sought": hit.tokens,
                 }
             )
             cache.store_async(prompt, pages)
@@ -123,7 +123,7 @@ def serve(number: int, settings: Mapping[str, Any], speed: float) -> None:
 
 
 def engine_of(request: Request) -> int:
-    """The engine that serves a request's session, as in `kvkit.lab.simulate.model`."""
+    """Return the engine that serves a request's session, as in `kvkit.lab.simulate.model`."""
     return zlib.crc32(request.session.encode()) % ENGINES
 
 
@@ -135,15 +135,11 @@ def store(kind: str, folder: Path, hosts: Sequence[Link]) -> Iterator[Store]:
         if kind == "S3":
             server = stack.enter_context(S3Server(folder, ADDRESS))
             tier = {"url": f"s3://{server.BUCKET}/kv", "options": server.options} | shared
-            yield Store(tier, server, [server.pid])
+            yield Store(tier, server)
         elif kind == "redis cluster":
-            from kvkit.lab.testbed.redis_clusters import Cluster
-
             cluster = stack.enter_context(Cluster(folder, "valkey", "protected-mode no", address=ADDRESS))
-            yield Store({"url": cluster.url} | shared, cluster.servers[1], [s.pid for s in cluster.servers])
+            yield Store({"url": cluster.url} | shared, cluster.servers[1])
         else:
-            from kvkit.lab.testbed.mooncake import Giver, Master
-
             (folder / "master").mkdir()
             master = stack.enter_context(Master(folder / "master", ADDRESS))
             givers = []
@@ -152,12 +148,12 @@ def store(kind: str, folder: Path, hosts: Sequence[Link]) -> Iterator[Store]:
                 giver = Giver(folder / str(i), master, 4 << 30, host.address, host.within)
                 givers.append(stack.enter_context(giver))
             options = {"metrics_port": master.metrics_port, "global_segment_size": 0}
-            yield Store({"url": master.url, "options": options} | shared, givers[1], [master.pid])
+            yield Store({"url": master.url, "options": options} | shared, givers[1])
 
 
 @contextmanager
 def two_hosts() -> Iterator[list[Link]]:
-    """Two hosts, which reach this namespace and, through it, each other."""
+    """Make two hosts, which reach this namespace and, through it, each other."""
     for line in (f"ip addr add {ADDRESS}/32 dev lo", "ip link set lo up"):
         run(*line.split())
     Path("/proc/sys/net/ipv4/ip_forward").write_text("1")
@@ -168,7 +164,7 @@ def two_hosts() -> Iterator[list[Link]]:
 
 
 def _bytes(hosts: Sequence[Link], way: str) -> list[int]:
-    """Bytes that went to ("tx") or came from ("rx") each host so far."""
+    """Return the bytes that went to ("tx") or came from ("rx") each host so far."""
     files = [Path(f"/sys/class/net/{host.device}/statistics/{way}_bytes") for host in hosts]
     return [int(file.read_text()) for file in files]
 
@@ -235,12 +231,12 @@ def _watch(hosts: Sequence[Link], peaks: list[list[float]], ended: threading.Eve
 
 
 def _pairs(now: list[list[int]], last: list[list[int]]) -> list[list[tuple[int, int]]]:
-    """By host, (now, before) of both ways."""
+    """Return, by host, (now, before) of both ways."""
     return [[(now[way][host], last[way][host]) for way in (0, 1)] for host in range(len(now[0]))]
 
 
 def summary(rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """What a client sees: hits, time to the first token, waits."""
+    """Return what a client sees: hits, time to the first token, waits."""
     tokens = sum(row["tokens"] for row in rows)
     hits: dict[str, int] = {}
     for row in rows:
@@ -260,7 +256,7 @@ def summary(rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
 
 
 def simulated(engines: int, speed: float, bandwidth: float) -> dict[str, Any]:
-    """The same by `kvkit simulate`, whose store and links have no queues, with a store of this bandwidth."""
+    """Return the same by `kvkit simulate`, whose store, of this bandwidth, and links have no queues."""
     trace = traffic(engines)
     requests = [_sooner(request, speed) for request in trace.requests]
     record = CHUNK_BYTES
@@ -288,8 +284,6 @@ def simulated(engines: int, speed: float, bandwidth: float) -> dict[str, Any]:
 
 
 def _sooner(request: Request, speed: float) -> Request:
-    from msgspec.structs import replace
-
     return replace(request, timestamp_ms=request.timestamp_ms / speed)
 
 
@@ -309,7 +303,9 @@ def main() -> None:
             raise NoLink("network namespaces take root")
         command = ["unshare", "--net", "--mount", "sh", "-c", 'mount -t sysfs none /sys && exec "$@"', "sh"]
         command += [sys.executable, "-m", "benchmarks.serving.two_hosts", "--apart", *sys.argv[1:]]
-        sys.exit(subprocess.run(command, env=os.environ | _mooncake_libraries()).returncode)
+        with tempfile.TemporaryDirectory() as folder:
+            libraries = {"LD_LIBRARY_PATH": library_path(Path(folder))}
+            sys.exit(subprocess.run(command, env=os.environ | libraries).returncode)
     bandwidth = MEGABITS * 1e6 / 8
     runs = [*((ENGINES, speed) for speed in arguments.speeds), (1000, 1.0)]
     models = [{"speed": speed} | simulated(engines, speed, bandwidth) for engines, speed in runs]
@@ -323,14 +319,6 @@ def main() -> None:
                 print(json.dumps(rows[-1]), flush=True)
                 if arguments.json:
                     arguments.json.write_text(json.dumps(document | {"rows": rows}, indent=1) + "\n")
-
-
-def _mooncake_libraries() -> dict[str, str]:
-    """Where Mooncake finds libibverbs: NIXL brings one."""
-    spec = find_spec("nixl_cu12")
-    if spec is None or spec.origin is None:
-        return {}
-    return {"LD_LIBRARY_PATH": str(Path(spec.origin).parent.with_name("nixl_cu12.libs"))}
 
 
 if __name__ == "__main__":

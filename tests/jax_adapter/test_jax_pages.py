@@ -261,7 +261,7 @@ def test_chunks_in_pinned_host_memory_are_moved_by_the_cache_itself(tmp_path: Pa
     chunks = [jax.device_put(chunk.view(NUMPY["bfloat16"]), pinned) for chunk in raw]
 
     def pages_of(tensor: torch.Tensor) -> SequencePages:
-        """Of [chunks, L, N, H, 2, D]."""
+        """Describe K and V of [chunks, L, N, H, 2, D]."""
         kv = tensor.permute(1, 4, 0, 3, 2, 5)  # L, 2, chunks, H, N, D
         slots = np.arange(len(tensor) * CHUNK_TOKENS)
         return SequencePages(Pages.of(group, [(k, v) for k, v in kv]), slots=slots)
@@ -289,7 +289,7 @@ def test_a_tensor_keeps_the_memory_of_its_array() -> None:
 
 def test_a_killed_engine_leaves_what_it_flushed(tmp_path: Path) -> None:
     program = f"""
-import time
+import signal
 from pathlib import Path
 from test_jax_pages import *
 pages = random_pages(SHAPES, False, 5)
@@ -297,7 +297,7 @@ cache = open_folder(Path({str(tmp_path)!r}), pages)
 adapter.store(cache, TOKENS, pages, TABLE)
 cache.flush()
 print("flushed", flush=True)
-time.sleep(600)
+signal.pause()
 """
     here = Path(__file__).parent
     environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(here), str(here.parent / "support")])}

@@ -53,7 +53,7 @@ rgw frontends = beast endpoint=127.0.0.1:{gateway}
 
 
 def missing() -> str | None:
-    """What this machine lacks for a cluster, None if nothing."""
+    """Return what this machine lacks for a cluster, None if nothing."""
     if os.geteuid() != 0:
         return "it takes root"
     absent = [program for program in PROGRAMS if shutil.which(program) is None]

@@ -1,31 +1,17 @@
-"""Find libibverbs for Mooncake: where the system has none, NIXL brings one."""
+"""Find libibverbs for tests of Mooncake, which are skipped where there is none."""
 
 from __future__ import annotations
 
-import ctypes
-import os
-from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
 
-LIBRARY = "libibverbs.so.1"
+from kvkit.lab.testbed import mooncake
 
 
 def library_path(folder: Path) -> str:
-    """What LD_LIBRARY_PATH must be for processes that import Mooncake; `folder` may get a link.
-
-    Without NIXL the test is skipped.
-    """
-    given = os.environ.get("LD_LIBRARY_PATH", "")
+    """What LD_LIBRARY_PATH must be for processes that import Mooncake; `folder` may get a link."""
     try:
-        ctypes.CDLL(LIBRARY)
-    except OSError:
-        spec = find_spec("nixl_cu12")
-        if spec is None or spec.origin is None:
-            pytest.skip(f"there is no {LIBRARY}: apt-get install libibverbs1")
-        libraries = Path(spec.origin).parent.with_name("nixl_cu12.libs")
-        (found,) = libraries.glob("libibverbs-*.so*")
-        (folder / LIBRARY).symlink_to(found)
-        return f"{folder}:{libraries}:{given}"
-    return given
+        return mooncake.library_path(folder)
+    except FileNotFoundError as error:
+        pytest.skip(str(error))

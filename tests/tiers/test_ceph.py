@@ -32,7 +32,7 @@ def ceph(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Ceph]:
 
 @pytest.fixture
 def settings(ceph: Ceph) -> dict[str, Any]:
-    """Those of a prefix that nobody else uses."""
+    """Return settings of a prefix that nobody else uses."""
     url = f"s3://records/{uuid.uuid4().hex}"
     return {"url": url, "options": ceph.options, "scope": "shared", "timeout_s": 20.0}
 

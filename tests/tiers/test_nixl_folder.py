@@ -19,7 +19,7 @@ from kvkit.tiers.objects import ObjectTier
 from kvkit.tiers.settings import TierConfig
 from kvkit.tiers.testing.contract import TierContract, get, put, record_bytes, record_names
 
-pytest.importorskip("nixl_cu12")
+pytest.importorskip("nixl_cu12", reason="needs NIXL: pip install 'kvkit-llm[nixl]'")
 
 
 def config(folder: Path, **settings: Any) -> TierConfig:

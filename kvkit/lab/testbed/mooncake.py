@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import ctypes
 import json
+import os
 from collections.abc import Sequence
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 from urllib.request import urlopen
@@ -15,6 +18,29 @@ from kvkit.tiers.settings import TierConfig
 
 GIVEN = 16 << 20
 """Bytes that a giver gives, unless told otherwise."""
+_LIBRARY = "libibverbs.so.1"
+
+
+def library_path(folder: Path) -> str:
+    """Return what LD_LIBRARY_PATH must be for processes that import Mooncake, which loads libibverbs.
+
+    Where the system has none, NIXL brings one, and `folder` gets a link to it.
+
+    Raises:
+        FileNotFoundError: neither has one.
+    """
+    given = os.environ.get("LD_LIBRARY_PATH", "")
+    try:
+        ctypes.CDLL(_LIBRARY)
+    except OSError:
+        spec = find_spec("nixl_cu12")
+        if spec is None or spec.origin is None:
+            raise FileNotFoundError(f"there is no {_LIBRARY}: apt-get install libibverbs1") from None
+        libraries = Path(spec.origin).parent.with_name("nixl_cu12.libs")
+        (found,) = libraries.glob("libibverbs-*.so*")
+        (folder / _LIBRARY).symlink_to(found)
+        return f"{folder}:{libraries}:{given}"
+    return given
 
 
 class Master(Process):
