@@ -20,7 +20,7 @@ from kvkit.lab.files import about
 from kvkit.lab.simulate.config import SimulatedTier, SimulationConfig
 from kvkit.lab.simulate.model import simulate
 from kvkit.lab.simulate.traces import GENERATORS, Trace, mixed, read_trace
-from kvkit.tiers.eviction.policies import POLICIES
+from kvkit.tiers.eviction.plugins import POLICIES
 
 SHARES = (0.02, 0.05, 0.1, 0.2, 0.4)
 SEEDS = (0, 1, 2)

@@ -1,6 +1,7 @@
 """How much of what LRU misses ideas of eviction get back, from nothing (0) to all that could be had (1).
 
-python -m benchmarks.research.frontier writes results/frontier.json.
+python -m benchmarks.research.frontier [TRACE...] writes results/frontier.json: of generated traces, of
+files of Mooncake's, of folders of agents' sessions (https://github.com/callanjfox/kv-cache-tester).
 
 Beside the cache's own policies three that it does not have; all let a chain shrink from its end:
 
@@ -14,21 +15,28 @@ Beside the cache's own policies three that it does not have; all let a chain shr
 from __future__ import annotations
 
 import json
+import random
+import sys
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
 from heapq import heappop, heappush
+from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 from benchmarks.folders import RESULTS
 from benchmarks.micro.bench_simulate import REQUESTS, distinct
 from kvkit.lab.files import about
 from kvkit.lab.simulate.optimum import most_hits
-from kvkit.lab.simulate.traces import GENERATORS, Trace
+from kvkit.lab.simulate.traces import GENERATORS, Trace, read_trace
 from kvkit.tiers.eviction import state as eviction
 
-SHARES = (0.05, 0.1, 0.2)
+SHARES = (0.02, 0.05, 0.1, 0.2)
 SEEDS = (0, 1)
+DRAWS = (0, 1, 2)
+SESSIONS = 200
+"""Sessions of a draw from a folder."""
 WRITTEN = RESULTS / "frontier.json"
 _MOST_TURNS = 8
 
@@ -110,7 +118,7 @@ class Told(Idea):
         return float((number, name) in self.returning), number
 
 
-POLICIES = ("lru", "lfu", "s3fifo", "arc")
+POLICIES = ("lru", "lfu", "s3fifo", "arc", "sessions")
 IDEAS: dict[str, type[Idea]] = {"tinylfu": Tinylfu, "return": Return, "told": Told}
 
 
@@ -172,10 +180,12 @@ def hits_of_policy(trace: Trace, room: int, policy: str) -> int:
     state = eviction.EvictionState(room, policy)
     hits = 0
     for request in trace.requests:
-        hits += eviction.use_run(state, request.chunks[: request.prompt_chunks])
-        run = eviction.use_run(state, request.chunks)
+        prompt, now = request.chunks[: request.prompt_chunks], request.timestamp_ms / 1000
+        hits += eviction.use_run(state, prompt, now)
+        eviction.note_request(state, prompt, now)
+        run = eviction.use_run(state, request.chunks, now)
         parent = request.chunks[run - 1] if run else None
-        eviction.add_run(state, request.chunks[run:], 1, parent=parent)
+        eviction.add_run(state, request.chunks[run:], 1, parent=parent, now=now)
     return hits
 
 
@@ -190,9 +200,35 @@ def returning(trace: Trace) -> set[tuple[int, str]]:
     return found
 
 
-def measure(made: str, seed: int, requests: int = REQUESTS) -> Iterator[dict[str, Any]]:
+def drawn(folder: Path, seed: int) -> Trace:
+    """The trace of `SESSIONS` sessions of a folder; of copies of a session, one is taken."""
+    files = sorted(folder.glob("*.json"))
+    random.Random(seed).shuffle(files)
+    lengths = set[tuple[tuple[int, int], ...]]()
+    with TemporaryDirectory() as chosen:
+        for file in files:
+            requests = [each for each in json.loads(file.read_bytes())["requests"] if "hash_ids" in each]
+            beginning = tuple((each["in"], each["out"]) for each in requests[:5])
+            if len(lengths) < SESSIONS and len(requests) > 2 and beginning not in lengths:
+                lengths.add(beginning)
+                (Path(chosen) / file.name).symlink_to(file.resolve())
+        return read_trace(chosen, seed)
+
+
+def traces(paths: list[str]) -> Iterator[tuple[str, int, Trace]]:
+    """(name, seed, trace) of each generated trace and each path."""
+    for name, make in GENERATORS.items():
+        for seed in SEEDS:
+            yield name, seed, make(REQUESTS, seed)
+    for path in map(Path, paths):
+        if path.is_dir():
+            yield from (("Claude Code", seed, drawn(path, seed)) for seed in DRAWS)
+        else:
+            yield f"Mooncake, {path.stem.removesuffix('_trace')}", 0, read_trace(path)
+
+
+def measure(name: str, seed: int, trace: Trace) -> Iterator[dict[str, Any]]:
     """For each capacity: chunks asked for, those that could be hits, and the hits of each way."""
-    trace = GENERATORS[made](requests, seed)
     told = returning(trace)
     asked = sum(request.prompt_chunks for request in trace.requests)
     for share in SHARES:
@@ -200,7 +236,7 @@ def measure(made: str, seed: int, requests: int = REQUESTS) -> Iterator[dict[str
         hits = {policy: hits_of_policy(trace, room, policy) for policy in POLICIES}
         hits |= {name: hits_of(trace, room, idea(room, told)) for name, idea in IDEAS.items()}
         yield {
-            "trace": made,
+            "trace": name,
             "seed": seed,
             "share": share,
             "asked": asked,
@@ -212,12 +248,12 @@ def measure(made: str, seed: int, requests: int = REQUESTS) -> Iterator[dict[str
 def main() -> None:
     """Write results/frontier.json."""
     runs = []
-    for name in GENERATORS:
-        for seed in SEEDS:
-            for run in measure(name, seed):
-                runs.append(run)
-                print(run, flush=True)
-    document = about("python -m benchmarks.research.frontier", SEEDS) | {"requests": REQUESTS, "runs": runs}
+    for trace in traces(sys.argv[1:]):
+        for run in measure(*trace):
+            runs.append(run)
+            print(run, flush=True)
+    command = "python -m benchmarks.research.frontier conversation_trace.jsonl synthetic_trace.jsonl traces/"
+    document = about(command, SEEDS) | {"requests": REQUESTS, "runs": runs}
     WRITTEN.write_text(json.dumps(document, indent=1) + "\n")
 
 

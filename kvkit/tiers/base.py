@@ -98,6 +98,7 @@ class Tier(ABC):
         slots: number of staging slots that its records may occupy.
         largest: bytes of the largest record, uncompressed; a larger one is damaged and is not read.
         reports_evictions: True if listeners of `subscribe` are called for evicted and deleted records too.
+        learns: True if its eviction learns from `note_request`.
         evicted: number of records evicted so far.
     """
 
@@ -113,6 +114,7 @@ class Tier(ABC):
     slots: int = 0
     largest: int = LARGEST_BYTES
     reports_evictions: bool = False
+    learns: bool = False
     evicted: int = 0
     _held_listener: HeldListener = staticmethod(_nobody)
 
@@ -183,6 +185,12 @@ class Tier(ABC):
 
         Records of lower priority are evicted first. The default is 35; of several calls the highest priority
         counts. It must return at once.
+        """
+
+    def note_request(self, names: Sequence[str]) -> None:  # noqa: B027 - optional
+        """Learn that a request's prompt is `names`, a chain of records, whether they are held or not.
+
+        Called once for each lookup, after `match_prefix`, if `learns`. It must return at once.
         """
 
     def borrow(self, name: str) -> Lease | None:

@@ -30,7 +30,7 @@ class MemoryTier(Tier):
     the arena's size, or no slot may be left to read into.
 
     Args:
-        policy: name in `kvkit.tiers.eviction.policies.POLICIES`, or "package.module:Class".
+        policy: name in `kvkit.tiers.eviction.plugins.POLICIES`, or "package.module:Class".
         quota_bytes: limit for one namespace; None for no limit.
         keep_s: seconds for which a new record is pinned; puts that find no room meanwhile fail.
 
@@ -80,7 +80,7 @@ class MemoryTier(Tier):
 
     def match_prefix(self, names: Sequence[str]) -> int:
         with self._lock:
-            run = eviction.use_run(self._state, names)
+            run = eviction.use_run(self._state, names, time.monotonic())
             self._held_listener(names[:run], True)
             return run
 
@@ -97,6 +97,15 @@ class MemoryTier(Tier):
     def prioritise(self, names: Sequence[str], priority: int) -> None:
         with self._lock:
             eviction.prioritise(self._state, names, priority)
+
+    @property
+    def learns(self) -> bool:  # type: ignore[override]
+        """True if its eviction policy learns from requests."""
+        return self._state.policy.learns
+
+    def note_request(self, names: Sequence[str]) -> None:
+        with self._lock:
+            eviction.note_request(self._state, names, time.monotonic())
 
     def borrow(self, name: str) -> Lease | None:
         with self._lock:

@@ -319,6 +319,14 @@ class ObjectTier(ThreadedTier):
     def prioritise(self, names: Sequence[str], priority: int) -> None:
         self._index.prioritise(names, priority)
 
+    @property
+    def learns(self) -> bool:  # type: ignore[override]
+        """True if its eviction policy learns from requests."""
+        return self._index.policy.learns
+
+    def note_request(self, names: Sequence[str]) -> None:
+        self._index.note_request(names)
+
 
 def _packed_bytes(size: int) -> int:
     """Return the maximum bytes of a compressed record of `size`: incompressible data grows a little."""

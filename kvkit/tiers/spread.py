@@ -115,6 +115,15 @@ class SpreadTier(Tier):
         for path, indices in self._indices_by_path(names).items():
             self._paths[path].prioritise([names[i] for i in indices], priority)
 
+    @property
+    def learns(self) -> bool:  # type: ignore[override]
+        """True if the eviction of the paths learns from requests."""
+        return any(path.learns for path in self._paths)
+
+    def note_request(self, names: Sequence[str]) -> None:
+        for path, indices in self._indices_by_path(names).items():
+            self._paths[path].note_request([names[i] for i in indices])
+
     def waiting(self) -> int:
         return sum(path.waiting() for path in self._paths)
 

@@ -65,7 +65,7 @@ class StoreIndex(eviction.EvictionState):
     def use_run(self, names: Sequence[str]) -> int:
         """Return the length of the leading run of `names` (a chain) held, and mark it as used. Mutates."""
         with self._lock:
-            run = eviction.use_run(self, names)
+            run = eviction.use_run(self, names, time.monotonic())
             self._held_listener(names[:run], True)
             return run
 
@@ -78,6 +78,11 @@ class StoreIndex(eviction.EvictionState):
         """Set the eviction priority of those of `names` that are held. Mutates."""
         with self._lock:
             eviction.prioritise(self, names, priority)
+
+    def note_request(self, names: Sequence[str]) -> None:
+        """Tell the policy that a request's prompt is `names`, a chain. Mutates."""
+        with self._lock:
+            eviction.note_request(self, names, time.monotonic())
 
     def note(self, records: Iterable[tuple[str, int]]) -> None:
         """Add records, (name, bytes), even beyond the capacity: the next put makes room. Mutates."""

@@ -134,6 +134,7 @@ def _counted_hit(
         plan = found if plan == found else with_states(tiers, chunks, plan, 0.0, sought)
         declined = Counter(Hit(chunks, found).by_tier) - Counter(Hit(chunks, plan).by_tier)
     hit = Hit(chunks, plan)
+    tiers.note_request(chunks.names)
     if declined:
         log.info("lookup: tokens left to compute, because loading them is slower: %s", dict(declined))
     with tiers.counting() as counts:

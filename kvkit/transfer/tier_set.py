@@ -204,6 +204,15 @@ class TierSet:
             self._number(tier, lambda target: target.pin(chunks.snapshots, seconds))
         return held // chunks.groups * chunks.chunk_tokens
 
+    def note_request(self, names: Sequence[str]) -> None:
+        """Tell tiers whose eviction learns from requests that one has the prompt `names`, a chain."""
+        for name, tier in self.tiers.items():
+            try:
+                if tier.learns:
+                    tier.note_request(names)
+            except Exception as error:
+                log.warning("tier %r: a request is not noted: %s", name, str(error) or type(error).__name__)
+
     def retain(self, tier: str, names: Sequence[str], policy: RequestPolicy, *, new: bool = False) -> None:
         """Apply a request's retention to those of `names` that a tier holds; `new`: the request stored them.
 

@@ -21,7 +21,9 @@ from kvkit.lab.simulate.model import Simulator, simulate
 from kvkit.lab.simulate.report import as_json, compare, parse_snapshots, parse_sweep, summary
 from kvkit.lab.simulate.traces import GENERATORS, Request, Trace, mixed, read_trace, write_trace
 from kvkit.settings import ConfigError
-from kvkit.tiers.eviction.policies import POLICIES
+from kvkit.tiers import memory as tiers_memory
+from kvkit.tiers import store_index
+from kvkit.tiers.eviction.plugins import POLICIES
 from kvkit.tiers.shm.file import pool_path
 from kvkit.transfer.policy import Policy
 
@@ -48,6 +50,19 @@ def trace(*requests: Request) -> Trace:
 BOTH = ("memory", "disk")
 
 
+class Clock:
+    """In place of `time` for tiers: the time of the last request."""
+
+    now_s = 0.0
+
+    def at(self, request: Request) -> Request:
+        self.now_s = request.timestamp_ms / 1000
+        return request
+
+    def monotonic(self) -> float:
+        return self.now_s
+
+
 @pytest.mark.parametrize(
     ("eviction", "memory", "disk", "policy"),
     [
@@ -58,8 +73,17 @@ BOTH = ("memory", "disk")
     ],
 )
 def test_hits_by_tier_are_those_of_the_cache(
-    tmp_path: Path, eviction: str, memory: int, disk: int | None, policy: Policy
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    eviction: str,
+    memory: int,
+    disk: int | None,
+    policy: Policy,
 ) -> None:
+    """The cache's tiers have the trace's clock, from which one of the policies learns."""
+    clock = Clock()
+    for module in (tiers_memory, store_index):
+        monkeypatch.setattr(module, "time", clock)
     requests = mixed(45, seed=3, block_tokens=2048).requests
     tiers = {
         "memory": SimulatedTier(capacity=ByteSize(memory * CHUNK), in_memory=True, eviction=eviction),
@@ -74,7 +98,7 @@ def test_hits_by_tier_are_those_of_the_cache(
     real = Real(tmp_path, memory, disk, eviction, policy)
     with real.cache:
         simulated = [simulator.serve(r).by_tier() for r in requests]
-        found = [real.serve(r) for r in requests]
+        found = [real.serve(clock.at(r)) for r in requests]
         assert simulated == found
         evicted = simulator.finish().evicted_chunks
         assert {t: real.cache.tiers[t].evicted for t in tiers} == {t: evicted[t] for t in tiers}

@@ -122,6 +122,59 @@ def test_texts_are_read(tmp_path: Path) -> None:
     assert (alone.input_tokens, alone.output_tokens) == (1, 2)
 
 
+def agent_session(*requests: dict[str, Any], **more: Any) -> dict[str, Any]:
+    return {"id": "one", "block_size": 64, "hash_id_scope": "local", "requests": list(requests)} | more
+
+
+def test_sessions_of_agents_are_read(tmp_path: Path) -> None:
+    """One per line: a session's ids are its own, and its subagents' too."""
+    first = {"t": 0.0, "in": 2 * 1024 + 70, "out": 9, "hash_ids": list(range(33)), "stop": "tool_use"}
+    edited = {"t": 50.5, "in": 2 * 1024, "out": 9, "hash_ids": [*range(16), *range(50, 66)]}
+    child = {"t": 1.0, "in": 1024, "out": 3, "hash_ids": list(range(16))}
+    below = {"t": 10.0, "type": "subagent", "agent_id": "agent_001", "requests": [child]}
+    path = lines(
+        tmp_path / "agents.jsonl", agent_session(first, below, edited), agent_session(first, id="two")
+    )
+    trace = read_trace(path)
+    assert trace.block_tokens == 1024
+    by_session: dict[str, list[Any]] = {}
+    for request in trace.requests:
+        by_session.setdefault(request.session, []).append(request)
+    (one, later), (two,), (sub,) = (by_session[name] for name in ("one", "two", "one/agent_001"))
+    assert (one.input_tokens, one.output_tokens, len(one.chunks), one.prompt_chunks) == (2118, 9, 2, 2)
+    assert later.timestamp_ms - one.timestamp_ms == pytest.approx(50_500)
+    assert sub.timestamp_ms - one.timestamp_ms == pytest.approx(11_000)
+    assert one.chunks[:1] == later.chunks[:1] == sub.chunks
+    assert one.chunks[1] != later.chunks[1]
+    assert not set(one.chunks) & set(two.chunks)
+    assert two.timestamp_ms > one.timestamp_ms > 0
+    assert [r.timestamp_ms for r in read_trace(path, 1).requests] != [r.timestamp_ms for r in trace.requests]
+
+
+def test_a_folder_of_sessions_is_a_trace(tmp_path: Path) -> None:
+    """Each file is a session, however it is written, and the errors name it."""
+    request = {"t": 0.0, "in": 1024, "out": 9, "hash_ids": list(range(16))}
+    for name in "abc":
+        (tmp_path / f"{name}.json").write_text(json.dumps(agent_session(request, id=name), indent=1))
+    (tmp_path / "README").write_text("not of the trace")
+    read = read_trace(tmp_path)
+    assert sorted(r.session for r in read.requests) == ["a", "b", "c"]
+    assert read == read_trace(tmp_path), "drawn from a seed"
+    (tmp_path / "b.json").write_text(json.dumps(agent_session(request | {"hash_ids": [1]})))
+    with pytest.raises(ConfigError, match=r"b\.json: hash_ids: 1 ids; 1024 tokens .* have at least 16"):
+        read_trace(tmp_path)
+    (tmp_path / "b.json").write_text(json.dumps(agent_session(request | {"in": 0})))
+    with pytest.raises(ConfigError, match=r"b\.json: .*`\$\.requests\[0\]\.in`"):
+        read_trace(tmp_path)
+    for name in "abc":
+        (tmp_path / f"{name}.json").unlink()
+    with pytest.raises(ConfigError, match=r"a folder without \.json files"):
+        read_trace(tmp_path)
+    header = lines(tmp_path / "agents.jsonl", {"block_tokens": 100}, agent_session(request))
+    with pytest.raises(ConfigError, match=r":2: block_tokens = 100: want a multiple of block_size, 64"):
+        read_trace(header)
+
+
 GOOD = '{"timestamp": 0, "input_length": 1100, "hash_ids": [0, 1]}\n'
 
 

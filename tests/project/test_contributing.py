@@ -61,7 +61,7 @@ def test_settings():
 
 def test_a_new_eviction_policy_is_a_class(copy: Path) -> None:
     policy = on_page("CONTRIBUTING.md", "class Largest")
-    insert(copy / "kvkit/tiers/eviction/policies.py", "POLICIES: ", f"{policy}\n")
+    insert(copy / "kvkit/tiers/eviction/policies.py", "PLAIN: ", f"{policy}\n")
     command = ("simulate", "chat", "--requests", "50", "--compare", "lru,largest")
     assert "largest" in run_with(copy, "-c", "from kvkit.cli import main; main()", *command)
     (copy / "kvkit.toml").write_text('[tiers.memory]\ncapacity = "1MiB"\neviction = "largest"\n')

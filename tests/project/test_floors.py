@@ -91,10 +91,10 @@ ROOM_LINES_AT_MOST = {
     "kvkit/doctor": 600,
     "kvkit/format": 1_900,
     "kvkit/handoff": 5_500,
-    "kvkit/lab": 11_200,
+    "kvkit/lab": 11_300,
     "kvkit/observe": 1_300,
     "kvkit/router": 4_100,
-    "kvkit/tiers": 6_750,
+    "kvkit/tiers": 7_100,
     "kvkit/transfer": 4_050,
 }
 """Lines of code by room, blank ones and docstrings included."""

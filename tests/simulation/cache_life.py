@@ -117,7 +117,7 @@ class Plan:
             closes_early=not calm and r.random() < 0.15,
             clients=r.choice((1, 2, 2, 3)),
             steps=r.randint(1, 4),
-            eviction=r.choice(("lru", "s3fifo")),
+            eviction=r.choice(("lru", "s3fifo", "sessions")),
         )
 
 

@@ -107,7 +107,7 @@ def test_settings_of_the_cache_and_the_simulator_name_it(module: Path) -> None:
 @pytest.mark.parametrize(
     ("name", "words"),
     [
-        ("own_policy", "want one of lru, fifo, lfu, s3fifo, arc or package.module:Class"),
+        ("own_policy", "want one of lru, fifo, lfu, s3fifo, arc, sessions or package.module:Class"),
         ("own_policy:", "want package.module:name"),
         (".own_policy:Whole", "want package.module:name"),
         ("no_such_module:X", "No module named 'no_such_module'"),

@@ -11,7 +11,7 @@ from short_traces import configured, traces
 from kvkit.lab.simulate.model import Simulator, simulate
 from kvkit.lab.simulate.optimum import most_hits
 from kvkit.lab.simulate.traces import Trace
-from kvkit.tiers.eviction.policies import POLICIES
+from kvkit.tiers.eviction.plugins import POLICIES
 
 
 def searched(trace: Trace, room: int) -> int:

@@ -265,5 +265,7 @@ def test_a_config_names_paths(tmp_path: Path) -> None:
         opened(capacity=["1MiB", "1MiB", "1MiB"])
     with pytest.raises(ConfigError, match=r"spread = 'stripe': 1 url, want at least 2"):
         load_config(tiers={"disk": {"url": "/x", "spread": "stripe"}})
-    with pytest.raises(ConfigError, match=r"eviction = 'random': want one of lru, fifo, lfu, s3fifo, arc or"):
+    with pytest.raises(
+        ConfigError, match=r"eviction = 'random': want one of lru, fifo, lfu, s3fifo, arc, sessions or"
+    ):
         load_config(tiers={"disk": {"url": "/x", "eviction": "random"}})

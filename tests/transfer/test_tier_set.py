@@ -15,10 +15,12 @@ from caches import CHUNK, DEADLINE_S, fill, make_engine, new_cache, new_staging,
 
 from kvkit.cache import CacheTimeout
 from kvkit.staging import Lease, release_all
+from kvkit.tiers import memory, store_index
 from kvkit.tiers.base import HeldListener, OnComplete, Tier
 from kvkit.tiers.health import PAUSES_S
+from kvkit.tiers.memory import MemoryTier
 from kvkit.tiers.objects import ObjectTier
-from kvkit.tiers.settings import TierConfig
+from kvkit.tiers.settings import TierConfig, open_tier
 from kvkit.tiers.testing.faulty import Fault, FaultyTier, Wrapper
 from kvkit.transfer import tier_set as access
 from kvkit.transfer.tier_set import ASKING_THREADS
@@ -326,3 +328,77 @@ def test_a_tier_is_not_tried_while_its_late_reads_keep_slots(
         cache.tier_set.timeout_s = DEADLINE_S
         assert cache.load(cache.lookup(tokens), place).tokens == len(tokens)
         assert cache.tier_states() == {"disk": "ok"}
+
+
+class Noting(Wrapper):
+    """`inner`, and the prompts that it was told of; `fails`: the first is not taken."""
+
+    def __init__(self, inner: Tier, learns: bool = True, fails: bool = False) -> None:
+        super().__init__(inner)
+        self.learns = learns
+        self.fails = fails
+        self.prompts: list[list[str]] = []
+
+    def note_request(self, names: Sequence[str]) -> None:
+        if self.fails:
+            self.fails = False
+            raise RuntimeError("cannot be noted")
+        self.prompts.append(list(names))
+
+
+def test_tiers_that_learn_are_told_of_each_request_once(tmp_path: Path) -> None:
+    """Of its whole prompt, whichever tier holds it; not of stores and loads, nor with fewer tiers sought."""
+    engine, tokens = make_engine(), sequence(4)
+    staging = new_staging(engine, 16)
+    tiers = [
+        Noting(MemoryTier(staging, 8 * staging.slot_bytes)),
+        Noting(ObjectTier(str(tmp_path / "a"), name="a"), fails=True),
+        Noting(ObjectTier(str(tmp_path / "b"), name="b"), learns=False),
+    ]
+    with new_cache(engine, staging, tiers) as cache:
+        table = engine.table(len(tokens))
+        engine.compute(tokens, table)
+        cache.store(tokens[: 2 * CHUNK], engine.places(table))
+        cache.flush()
+        assert not any(tier.prompts for tier in tiers)
+        hit = cache.lookup(tokens)
+        assert hit.tokens == 2 * CHUNK
+        names = hit.chunks.names
+        assert [len(names), *(tier.prompts for tier in tiers)] == [4, [names], [], []]
+        cache.load(hit, engine.places(table))
+        cache.lookup(tokens)
+        assert [tier.prompts for tier in tiers] == [[names, names], [names], []]
+
+
+@pytest.mark.parametrize("kind", ["memory", "folder", "paths"])
+def test_what_an_agent_asks_for_stays_amid_prompts_that_do_not_return(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str
+) -> None:
+    """In each kind of tier that evicts by itself, with the policy `sessions` and the clock of the test."""
+    clock = SimpleNamespace(now_s=0.0, monotonic=lambda: clock.now_s)
+    for module in (memory, store_index):
+        monkeypatch.setattr(module, "time", clock)
+    engine, agent = make_engine(blocks=256), sequence(4)
+    staging = new_staging(engine, 32)
+    size = 8 * staging.slot_bytes
+    folders = str(tmp_path / "a"), str(tmp_path / "b")
+    if kind == "memory":
+        tier: Tier = MemoryTier(staging, size, policy="sessions")
+    else:
+        urls = folders if kind == "paths" else folders[0]
+        capacity = (size, size) if kind == "paths" else size
+        config = TierConfig(url=urls, capacity=capacity, eviction="sessions")
+        tier = open_tier("disk", config, staging)
+    found = []
+    with new_cache(engine, staging, [tier]) as cache:
+        for step in range(60):
+            for number, tokens in enumerate([agent, *(sequence(4, 1 + 10 * step + i) for i in range(4))]):
+                clock.now_s = 10.0 * step + 2 * number
+                hit = cache.lookup(tokens)
+                if tokens is agent:
+                    found.append(hit.tokens)
+                table = engine.table(len(tokens))
+                engine.compute(tokens, table)
+                cache.store(tokens, engine.places(table))
+                cache.flush()
+    assert found[-20:] == [len(agent)] * 20

@@ -18,7 +18,7 @@ class Generated:
     """Size and seed of a generated trace."""
 
     requests: Annotated[int, typer.Option(help="requests of a generated trace", min=1, max=10**7)] = 2000
-    seed: Annotated[int, typer.Option(help="seed of a generated trace")] = 0
+    seed: Annotated[int, typer.Option(help="seed of a generated trace, and of times that a trace lacks")] = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,7 +36,9 @@ class Choices:
 def simulate(
     trace: Annotated[
         str,
-        typer.Argument(help="a trace (JSON lines or CSV), or chat, rag, agents or mixed to generate one"),
+        typer.Argument(
+            help="a trace (JSON lines, CSV, or a folder), or chat, rag, agents or mixed to generate one"
+        ),
     ],
     config: Annotated[Path | None, typer.Option(help="nodes, tiers, speeds: a TOML file")] = None,
     json_path: Annotated[Path | None, typer.Option("--json", help="where to write the figures")] = None,

@@ -92,6 +92,7 @@ class Simulator:
         self._entry_nodes = self._nodes("both", 0, nodes.both) or self._nodes("prefill", 0, nodes.prefill)
         self._decode_nodes = self._nodes("decode", nodes.prefill, nodes.decode)
         self._held_bytes: Counter[str] = Counter()  # bytes by tier, over all nodes
+        self._now_s = 0.0  # arrival of the request that is being served
 
     @property
     def room(self) -> int | None:
@@ -106,7 +107,7 @@ class Simulator:
         if config.model.state_bytes:  # the state after the last token is of no use
             prompt = prompt[: (request.input_tokens - 1) // size]
         node = self._route(self._entry_nodes, request, prompt)
-        arrival_s = request.timestamp_ms / 1000
+        self._now_s = arrival_s = request.timestamp_ms / 1000
         start_s = max(arrival_s, node.free_at_s)
         plan = self._plan_load(node, prompt)
         if self._decode_nodes:  # only exact KV is handed over
@@ -177,6 +178,8 @@ class Simulator:
         """Plan the load from the node's tiers; with states, up to a snapshot. Marks chunks as used."""
         self.report.chunk_lookups += len(names)
         plan = self._held_run(node, names)
+        for state in node.tiers.values():
+            eviction.note_request(state, names, self._now_s)
         if not self.config.model.state_bytes:
             return plan
         sought = planning.snapshots_sought(plan.chunks)
@@ -189,7 +192,7 @@ class Simulator:
         while before < plan.chunks < len(names):
             before = plan.chunks
             for tier in planning.exact_first(node.policy.retrieve_from, self._approximate):
-                run = eviction.use_run(node.tiers[tier], names[plan.chunks :])
+                run = eviction.use_run(node.tiers[tier], names[plan.chunks :], self._now_s)
                 plan = planning.extend(plan, tier, run)
         return plan
 
@@ -230,7 +233,9 @@ class Simulator:
                 self._keep(node, _snapshot(names[stop - 1]), self._state_bytes)
 
     def _keep(self, node: Node, names: Sequence[str], sizes: Mapping[str, int]) -> None:
-        resident = {tier: eviction.use_run(node.tiers[tier], names) for tier in node.policy.store_to}
+        resident = {
+            tier: eviction.use_run(node.tiers[tier], names, self._now_s) for tier in node.policy.store_to
+        }
         for segment in planning.plan_store(len(names), resident).segments:
             self._put_run(node, segment, names, sizes)
 
@@ -240,7 +245,7 @@ class Simulator:
         state, size, report = node.tiers[tier], sizes[tier], self.report
         before = len(state.entries)
         parent = names[start - 1] if start else None
-        added, victims = eviction.add_run(state, names[start:stop], size, parent=parent)
+        added, victims = eviction.add_run(state, names[start:stop], size, parent=parent, now=self._now_s)
         new_records = len(state.entries) - before + len(victims)
         report.evicted_chunks[tier] += len(victims)
         report.refused_chunks[tier] += stop - start - added

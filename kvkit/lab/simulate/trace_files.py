@@ -17,6 +17,7 @@ import csv
 import gzip
 import io
 import math
+import random
 import zlib
 from codecs import BOM_UTF8, BOM_UTF16_BE, BOM_UTF16_LE
 from collections.abc import Callable, Iterable, Iterator
@@ -52,6 +53,19 @@ def read_lines(path: str | Path) -> Iterator[bytes]:
             yield from file
     except (OSError, EOFError, zlib.error) as error:
         raise ConfigError(f"{path}: {error}") from error
+
+
+def files_of(folder: str | Path, seed: int) -> list[Path]:
+    """Return the .json files of a folder, in an order that is drawn from `seed`.
+
+    Raises:
+        ConfigError: there is none.
+    """
+    files = sorted(Path(folder).glob("*.json"))
+    if not files:
+        raise ConfigError(f"{folder}: a folder without .json files")
+    random.Random(seed).shuffle(files)
+    return files
 
 
 class CsvRow(NamedTuple):

@@ -19,6 +19,9 @@ kvkit's own, which also has the blocks that the answer fills:
     {"block_tokens": 256}
     {"timestamp": 0, "session": "chat-1", "input_length": 700, "output_length": 150, "blocks": [7, 8, 9]}
 
+Sessions of coding agents (`kvkit.lab.simulate.agent_sessions`), one per line, or each in a file of a folder.
+Each starts at a time that is drawn.
+
 CSV traces of Azure and BurstGPT (`kvkit.lab.simulate.trace_files`) have only lengths: no request is known to
 share a prefix with another, so each has chunks of its own.
 
@@ -50,7 +53,9 @@ import msgspec
 from msgspec.structs import replace
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from kvkit.lab.simulate.trace_files import MOST_TOKENS, read_lines, read_rows
+from kvkit.lab.simulate import agent_sessions
+from kvkit.lab.simulate.agent_sessions import AgentSession
+from kvkit.lab.simulate.trace_files import MOST_TOKENS, files_of, read_lines, read_rows
 from kvkit.settings import ConfigError, explain
 
 MOONCAKE_BLOCK_TOKENS, ALIBABA_BLOCK_TOKENS, TEXT_BLOCK_TOKENS, LENGTHS_BLOCK_TOKENS = 512, 16, 256, 256
@@ -194,18 +199,27 @@ class _TraceFile:
     """State of a file that is being read, with what its earlier lines defined."""
 
     path: str | Path
+    files: Sequence[Path]  # of a folder, each of which is a line
+    source: _RandomSource
     header: _Header | None = None
     block_tokens: int = 0
     number: int = 0  # of the line
     sessions: dict[str | int, str] = field(default_factory=dict)  # by chat
     start_ms: float = 0.0  # of the last conversation
-    source: _RandomSource = field(default_factory=lambda: _RandomSource(0, "conversations"))
     segments: dict[str, int] = field(default_factory=dict)  # by text
     ids: dict[tuple[tuple[int, int, int], ...], int] = field(default_factory=dict)
+    chunk_ids: dict[tuple[int, ...], int] = field(default_factory=dict)  # of sessions of agents
 
     @property
     def where(self) -> str:
-        return f"{self.path}:{self.number}"
+        return str(self.files[self.number - 1]) if self.files else f"{self.path}:{self.number}"
+
+    def agent_requests(self, session: AgentSession) -> Iterable[_BlockRequest]:
+        """Build the requests of a session that starts some time after the one before. Mutates."""
+        self.start_ms += self.source.gap_ms(agent_sessions.START_GAP_S)
+        return agent_sessions.requests_of(
+            session, self.where, self.number, self.start_ms, self.block_tokens, self.chunk_ids
+        )
 
     def text_request(self, time_ms: float, session: str, texts: Sequence[str]) -> _BlockRequest:
         """Build a request with the last text as its answer. Mutates `segments` and `ids`."""
@@ -233,18 +247,23 @@ def trace_of(name: str, requests: int, seed: int = 0) -> Trace:
         ConfigError: `name` is neither a trace nor one of `GENERATORS`.
     """
     generated = name in GENERATORS and not Path(name).exists()
-    return GENERATORS[name](requests, seed) if generated else read_trace(name)
+    return GENERATORS[name](requests, seed) if generated else read_trace(name, seed)
 
 
-def read_trace(path: str | Path) -> Trace:
+def read_trace(path: str | Path, seed: int = 0) -> Trace:
     """Read a trace in any of the formats, and sort its requests by time.
 
-    Lines are read one by one, so memory holds the requests but not the text, except of a JSON list.
+    Lines are read one by one, so memory holds the requests but not the text, except of a JSON list. Of a
+    folder, each .json file is a line.
+
+    Args:
+        seed: of times that are drawn because the trace has none, and of the order of a folder's files.
 
     Raises:
         ConfigError: the file cannot be read or is no trace. The message names file, line and field.
     """
-    lines = read_lines(path)
+    files = files_of(path, seed) if Path(path).is_dir() else []
+    lines = (b"".join(read_lines(f)).replace(b"\n", b" ") for f in files) if files else read_lines(path)
     blank_lines = []  # blank lines before the first request
     for line in lines:
         if line.strip():
@@ -257,21 +276,22 @@ def read_trace(path: str | Path) -> Trace:
     trace = (
         _read_csv_lines(all_lines, path)
         if kind not in b"{["
-        else _read_json_lines(all_lines, path, listed=kind == b"[")
+        else _read_json_lines(
+            all_lines, _TraceFile(path, files, _RandomSource(seed, "conversations")), listed=kind == b"["
+        )
     )
     if not trace.requests:
         raise ConfigError(f"{path}: no requests")
     return trace
 
 
-def _read_json_lines(lines: Iterable[bytes], path: str | Path, listed: bool) -> Trace:
-    """Build the trace of JSON lines or of a JSON list."""
+def _read_json_lines(lines: Iterable[bytes], file: _TraceFile, listed: bool) -> Trace:
+    """Build the trace of JSON lines or of a JSON list. Mutates `file`."""
     if listed:
         try:
             lines = map(bytes, msgspec.json.decode(b"".join(lines), type=list[msgspec.Raw]))
         except (msgspec.MsgspecError, RecursionError) as error:
-            raise ConfigError(f"{path}: {error}") from error
-    file = _TraceFile(path)
+            raise ConfigError(f"{file.path}: {error}") from error
     names = _ChunkNames()
     requests: list[Request] = []
     for file.number, text in enumerate(lines, 1):
@@ -281,6 +301,11 @@ def _read_json_lines(lines: Iterable[bytes], path: str | Path, listed: bool) -> 
             if not file.block_tokens and b'"block_tokens"' in text:
                 file.header = _Header.model_validate_json(text)
                 file.block_tokens = file.header.block_tokens
+                continue
+            if agent_sessions.FIELD in text:
+                session = agent_sessions.read_session(text, file.where)
+                file.block_tokens = file.block_tokens or agent_sessions.BLOCK_TOKENS
+                requests += [names.request(each, file.block_tokens) for each in file.agent_requests(session)]
                 continue
             line = _read_line(text)
         except ValidationError as error:

@@ -5,14 +5,20 @@ from __future__ import annotations
 import inspect
 import logging
 import operator
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Annotated, Any, TypeVar
 
 from pydantic import AfterValidator
 
 from kvkit.settings import imported
-from kvkit.tiers.eviction.policies import MAIN, POLICIES, SMALL, Entry, EvictionPolicy
+from kvkit.tiers.eviction.policies import MAIN, PLAIN, SMALL, Entry, EvictionPolicy
+from kvkit.tiers.eviction.sessions import Sessions
 
+POLICIES: Mapping[str, type[EvictionPolicy]] = {
+    **{policy.name: policy for policy in PLAIN},
+    Sessions.name: Sessions,
+}
+"""kvkit's eviction policies by name."""
 CHOICES = f"{', '.join(POLICIES)} or package.module:Class"
 log = logging.getLogger(__name__)
 T = TypeVar("T")

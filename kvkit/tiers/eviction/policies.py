@@ -1,14 +1,14 @@
 """Eviction policies, each of which chooses the evictable record to evict first.
 
 A policy sees the records of one `EvictionState`, which keeps them in one or two queues. To add one, define a
-class above `POLICIES`, or in another package (`kvkit.tiers.eviction.plugins`).
+class above `PLAIN`, or in another package (`kvkit.tiers.eviction.plugins`).
 """
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections import OrderedDict
-from collections.abc import Mapping
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import ClassVar
 
@@ -28,6 +28,25 @@ _USE = 1 << 48  # weight of a use: more than any number of events
 
 
 @dataclass(slots=True)
+class Session:
+    """The requests of one conversation or agent, as far as a policy that learns can tell.
+
+    Attributes:
+        last_s: time of its last request.
+        event: number of the event of its last request.
+        queue: queue of its records.
+        pace: log2(1 + seconds) from one request to the next, a moving average.
+        tip: name of the last chunk of its newest prompt.
+    """
+
+    last_s: float
+    event: int
+    queue: int = 0
+    pace: float = 0.0
+    tip: str = ""
+
+
+@dataclass(slots=True)
 class Entry:
     """A held record.
 
@@ -39,9 +58,11 @@ class Entry:
         ticket: number of the event that added it.
         last: number of the event that used it last.
         uses: number of uses since it was added, or since the policy last spared it.
-        queue: `SMALL` or `MAIN`.
+        queue: `SMALL` or `MAIN`; of a policy that learns, that of its session.
         priority: eviction priority; records of lower priority are evicted first, whatever the policy.
         followers: number of held records that follow it.
+        session: session that used it last, for a policy that learns.
+        last_s: time when it was used last, in seconds of the store's clock.
     """
 
     name: str
@@ -54,23 +75,29 @@ class Entry:
     queue: int = SMALL
     priority: int = NORMAL
     followers: int = 0
+    session: Session | None = None
+    last_s: float = 0.0
 
 
 class EvictionPolicy(ABC):
     """An eviction policy, one instance per `EvictionState`.
 
-    Only policies with two queues need the methods besides `rank`; for others they are not called.
+    Only policies with two queues need `queue_of`, `is_long`, `spares` and `evicted`; for others they are not
+    called. Only those that learn need `requested`, `session_of` and `choose`.
 
     Attributes:
         name: name in settings, for kvkit's own policies.
         queued: True if there are two queues.
         promotes: True if a second use moves a record from `SMALL` to `MAIN`.
+        learns: True if it is told of lookups, has any number of queues, and chooses among the first records
+            of each at the time.
         failure: error of a policy of another package; empty if there was none.
     """
 
     name: ClassVar[str]
     queued: bool = False
     promotes: bool = False
+    learns: bool = False
     failure: str = ""
 
     @abstractmethod
@@ -100,6 +127,22 @@ class EvictionPolicy(ABC):
 
     def evicted(self, name: str, entry: Entry, room: int) -> None:  # noqa: B027 - optional
         """Note that a record was evicted. Mutates."""
+
+    def requested(self, names: Sequence[str], held: Sequence[Entry], now: float, event: int) -> None:  # noqa: B027 - optional
+        """Note a lookup of a prompt's chunks, of which the leading ones are held; set their queues. Mutates.
+
+        Args:
+            now: seconds, of any clock that does not go back.
+            event: number of the event; the entries have it as `last`.
+        """
+
+    def session_of(self, name: str, parent: Entry | None, now: float) -> Session:
+        """Return the session of a new record that follows `parent`. Mutates."""
+        return Session(now, 0)
+
+    def choose(self, heads: Sequence[Entry], session: Session, now: float) -> Entry | None:
+        """Return the victim among the queues' first records; None: refuse a record of `session`. Mutates."""
+        return heads[0]
 
 
 @dataclass(slots=True)
@@ -223,7 +266,5 @@ class ARC(EvictionPolicy):
         self._ghosts[entry.queue].add(name, entry.size, room)
 
 
-POLICIES: Mapping[str, type[EvictionPolicy]] = {
-    policy.name: policy for policy in EvictionPolicy.__subclasses__()
-}
-"""kvkit's eviction policies by name."""
+PLAIN: Sequence[type[EvictionPolicy]] = EvictionPolicy.__subclasses__()
+"""The policies above, which learn from uses and evictions alone."""

@@ -12,10 +12,10 @@ from __future__ import annotations
 
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Sequence
-from heapq import heappop, heappush
+from heapq import heapify, heappop, heappush, heapreplace
 
 from kvkit.tiers.eviction.plugins import policy_named
-from kvkit.tiers.eviction.policies import MAIN, SMALL, Entry, prevails
+from kvkit.tiers.eviction.policies import MAIN, SMALL, Entry, Session, prevails
 
 _MOST_REFUSED, _MOST_FRESH = 1024, 1024  # names
 _Leaf = tuple[int, int, int, str]
@@ -27,7 +27,7 @@ class EvictionState:
 
     Args:
         capacity_bytes: limit for all records; None for no limit.
-        policy: name in `kvkit.tiers.eviction.policies.POLICIES`, or "package.module:Class".
+        policy: name in `kvkit.tiers.eviction.plugins.POLICIES`, or "package.module:Class".
         quota_bytes: limit for one owner; None for no limit.
 
     Attributes:
@@ -69,15 +69,15 @@ class EvictionState:
         return self.capacity_bytes is not None or self.quota_bytes is not None
 
 
-def touch(state: EvictionState, names: Iterable[str]) -> None:
-    """Mark `names`, a chain of records, as used, skipping those not held. Mutates `state`."""
+def touch(state: EvictionState, names: Iterable[str], now: float = 0.0) -> None:
+    """Mark `names`, a chain, as used at the time `now`, skipping those not held. Mutates `state`."""
     state._events += 1
-    entries, now, promotes = state.entries, state._events, state.policy.promotes
+    entries, event, promotes = state.entries, state._events, state.policy.promotes
     previous: str | None = None
     for name in names:
         entry = entries.get(name)
         if entry is not None:
-            entry.last = now
+            entry.last, entry.last_s = event, now
             entry.uses += 1
             if promotes and entry.uses > 1 and entry.queue == SMALL:
                 _promote(state, entry)
@@ -86,7 +86,7 @@ def touch(state: EvictionState, names: Iterable[str]) -> None:
         previous = name
 
 
-def use_run(state: EvictionState, names: Sequence[str]) -> int:
+def use_run(state: EvictionState, names: Sequence[str], now: float = 0.0) -> int:
     """Return the length of the leading run of `names` (a chain) held; mark it as used. Mutates `state`."""
     entries = state.entries
     run = 0
@@ -94,8 +94,24 @@ def use_run(state: EvictionState, names: Sequence[str]) -> int:
         if name not in entries:
             break
         run += 1
-    touch(state, names[:run])
+    touch(state, names[:run], now)
     return run
+
+
+def note_request(state: EvictionState, names: Sequence[str], now: float) -> None:
+    """Tell a policy that learns that the prompt of a request at the time `now` is `names`, a chain.
+
+    Counts as a use of the leading run held. Mutates `state`; with other policies it does nothing.
+    """
+    if not state.policy.learns or not names:
+        return
+    run = use_run(state, names, now)
+    held = [state.entries[name] for name in names[:run]]
+    queues = [entry.queue for entry in held]
+    state.policy.requested(names, held, now, state._events)
+    for entry, queue in zip(held, queues, strict=True):
+        if entry.queue != queue:  # of leaves, which are several if the model has several layer groups
+            _offer(state, entry)
 
 
 def add_run(
@@ -123,18 +139,22 @@ def add_run(
     def barred(name: str) -> bool:
         return pins.get(name, now) > now or (may_evict is not None and not may_evict(name))
 
-    limited = state.limited
+    limited, learns, session = state.limited, state.policy.learns, None
     victims: list[str] = []
     added, last = 0, None
     for name in names:
         if name in entries:
-            touch(state, (name,))
+            touch(state, (name,), now)
         else:
             if parent is not None:
                 parent = _follow(state, parent)  # protects it and its ancestors from eviction
+            if learns:
+                session = state.policy.session_of(name, None if parent is None else entries.get(parent), now)
             if limited or state._refused:
                 evicted: list[Entry] = []
-                if parent in state._refused or not _make_room(state, owner, size, barred, evicted):
+                if parent in state._refused or not _make_room(
+                    state, owner, size, barred, evicted, session, now
+                ):
                     if parent is not None:
                         _release(state, parent)
                     for entry in reversed(evicted):
@@ -143,12 +163,8 @@ def add_run(
                     if len(state._refused) > _MOST_REFUSED:
                         del state._refused[next(iter(state._refused))]
                     break
-                for entry in evicted:
-                    state._pins.pop(entry.name, None)
-                    if state.policy.queued:
-                        state.policy.evicted(entry.name, entry, _room(state))
-                    victims.append(entry.name)
-            last = entries[name] = _new(state, name, size, owner)
+                victims += _let_go(state, evicted)
+            last = entries[name] = _new(state, name, size, owner, session, now)
             last.parent, last.followers = parent, state._awaited.pop(name, 0)
             _count(state, last, size)
         parent = name
@@ -199,14 +215,32 @@ def note(state: EvictionState, name: str, size: int, *, parent: str | None = Non
     _hold(state, entry)
 
 
-def _new(state: EvictionState, name: str, size: int, owner: str) -> Entry:
+def _let_go(state: EvictionState, evicted: Sequence[Entry]) -> list[str]:
+    """Forget what is known of evicted records besides their entries; return their names."""
+    for entry in evicted:
+        state._pins.pop(entry.name, None)
+        if state.policy.queued:
+            state.policy.evicted(entry.name, entry, _room(state))
+    return [entry.name for entry in evicted]
+
+
+def _new(
+    state: EvictionState,
+    name: str,
+    size: int,
+    owner: str,
+    session: Session | None = None,
+    now: float = 0.0,
+) -> Entry:
     """Return an entry for a new record."""
     state._events = event = state._events + 1
     policy = state.policy
     queue = policy.queue_of(name, size, _room(state)) if policy.queued else SMALL
+    if session is not None:
+        queue = session.queue
     if state._refused:
         state._refused.pop(name, None)
-    return Entry(name, size, None, owner, event, event, 0, queue)
+    return Entry(name, size, None, owner, event, event, 0, queue, session=session, last_s=now)
 
 
 def _make_room(
@@ -215,15 +249,24 @@ def _make_room(
     size: int,
     barred: Callable[[str], bool],
     evicted: list[Entry],
+    session: Session | None,
+    now: float,
 ) -> bool:
-    """Evict leaves into `evicted` until `size` bytes of `owner` fit; return False if they cannot."""
+    """Evict leaves into `evicted` until `size` bytes of `owner` fit; return False if they cannot.
+
+    Args:
+        session: that of the new record, for a policy that learns; it may refuse the record.
+    """
     for scope in ("",) if state.quota_bytes is None or not owner else (owner, ""):
         excess = _excess(state, scope, size)
         if excess <= 0:
             continue
         skipped: list[tuple[int, _Leaf]] = []  # leaves that may not be evicted now
         while excess > 0:
-            victim = _next_leaf(state, scope, barred, skipped)
+            if session is None:
+                victim = _next_leaf(state, scope, barred, skipped)
+            else:
+                victim = _chosen_leaf(state, scope, barred, skipped, session, now)
             if victim is None:
                 break
             evicted.append(_forget(state, victim))
@@ -261,9 +304,9 @@ def _next_leaf(
             return None
         item = heappop(heap)
         priority, rank, ticket, name = item
-        entry = entries.get(name)
-        if entry is None or entry.ticket != ticket or entry.queue != queue or entry.followers:
+        if not _is_current(state, queue, item):
             continue  # stale; a record that became a leaf again was pushed again
+        entry = entries[name]
         current = entry.priority, rank_of(entry)
         attempts -= 1
         if (priority, rank) != current and attempts > 0:
@@ -274,6 +317,57 @@ def _next_leaf(
             _requeue(state, entry)
         else:
             return name
+
+
+def _chosen_leaf(
+    state: EvictionState,
+    scope: str,
+    barred: Callable[[str], bool],
+    skipped: list[tuple[int, _Leaf]],
+    session: Session,
+    now: float,
+) -> str | None:
+    """Return the leaf of `scope` that the policy chooses among the queues' first ones, as `_next_leaf`.
+
+    None if it refuses a new record of `session` instead.
+    """
+    heads: dict[str, list[_Leaf]] = {}
+    _push_fresh(state)
+    for (of, queue), heap in state._leaves.items():
+        while of == scope and (entry := _head(state, heap, queue)) is not None:
+            if not barred(entry.name):
+                heads[entry.name] = heap
+                break
+            skipped.append((queue, heappop(heap)))
+    if not heads:
+        return None
+    lowest = min(heap[0][0] for heap in heads.values())
+    victims = [state.entries[name] for name, heap in heads.items() if heap[0][0] == lowest]
+    victim = state.policy.choose(victims, session, now)
+    if victim is None:
+        return None
+    heappop(heads[victim.name])
+    return victim.name
+
+
+def _is_current(state: EvictionState, queue: int, leaf: _Leaf) -> bool:
+    """Return whether the record is still a leaf of `queue`; its rank may be another."""
+    entry = state.entries.get(leaf[3])
+    return entry is not None and entry.ticket == leaf[2] and entry.queue == queue and not entry.followers
+
+
+def _head(state: EvictionState, heap: list[_Leaf], queue: int) -> Entry | None:
+    """Return the first leaf of a heap, without what is out of date; None if there is none. Mutates it."""
+    while heap:
+        if not _is_current(state, queue, heap[0]):
+            heappop(heap)
+            continue
+        priority, rank, ticket, name = heap[0]
+        entry = state.entries[name]
+        if (priority, rank) == (current := (entry.priority, state.policy.rank(entry))):
+            return entry
+        heapreplace(heap, (*current, ticket, name))
+    return None
 
 
 def _is_long(state: EvictionState, scope: str) -> bool:
@@ -329,8 +423,9 @@ def _count(state: EvictionState, entry: Entry, size: int) -> None:
     """Count `size` more bytes (fewer if negative) for the scopes and the queue of an entry."""
     state.used_bytes += size
     if state.policy.queued or state.quota_bytes is not None:
+        queue = entry.queue if state.policy.queued else SMALL
         for scope in _scopes(state, entry):
-            state._bytes[scope, entry.queue] += size
+            state._bytes[scope, queue] += size
 
 
 def _offer(state: EvictionState, entry: Entry) -> None:
@@ -347,7 +442,11 @@ def _push_fresh(state: EvictionState) -> None:
         entry = state.entries[state._fresh.popitem()[0]]
         item = entry.priority, state.policy.rank(entry), entry.ticket, entry.name
         for scope in _scopes(state, entry):
-            heappush(state._leaves[scope, entry.queue], item)
+            heap = state._leaves[scope, entry.queue]
+            heappush(heap, item)
+            if len(heap) > 2 * len(state.entries) + _MOST_FRESH:  # without evictions nothing else shortens it
+                heap[:] = {leaf[3]: leaf for leaf in heap if _is_current(state, entry.queue, leaf)}.values()
+                heapify(heap)
 
 
 def _scopes(state: EvictionState, entry: Entry) -> tuple[str, ...]:

@@ -51,6 +51,7 @@ class Wrapper(Tier):
     subscribe = _delegated("subscribe")
     pin = _delegated("pin")
     prioritise = _delegated("prioritise")
+    note_request = _delegated("note_request")
     describe = _delegated("describe")
     close = _delegated("close")
 
