@@ -94,6 +94,20 @@ def test_an_agent_is_kept_amid_prompts_that_do_not_return(seed: int) -> None:
     assert served("lru", seed) == (0, wanted)
 
 
+def test_documents_that_many_sessions_ask_for_are_kept() -> None:
+    """Each prompt has a document, one of three or a new one, and a question of its own."""
+    chance, found = random.Random(4), {"lru": 0, "sessions": 0}
+    prompts = [(chance.choice("abc") if chance.random() < 0.3 else str(i), i) for i in range(2000)]
+    for policy in found:
+        state = EvictionState(30, policy)
+        for document, i in prompts:
+            names = [*prompt(document, 5), f"{document}.{i}"]
+            hits = asked(state, names, 2.0 * i)
+            found[policy] += hits * (document in "abc")
+    of_three = 5 * sum(document in "abc" for document, _ in prompts)
+    assert found["sessions"] > 0.9 * of_three > 1.5 * found["lru"]
+
+
 def test_what_is_due_later_than_all_that_is_held_is_refused() -> None:
     state = EvictionState(24, "sessions")
     for step in range(100):

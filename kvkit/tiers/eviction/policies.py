@@ -34,7 +34,7 @@ class Session:
     Attributes:
         last_s: time of its last request.
         event: number of the event of its last request.
-        queue: queue of its records.
+        queue: queue of the records that it alone uses.
         pace: log2(1 + seconds) from one request to the next, a moving average.
         tip: name of the last chunk of its newest prompt.
     """
@@ -58,10 +58,11 @@ class Entry:
         ticket: number of the event that added it.
         last: number of the event that used it last.
         uses: number of uses since it was added, or since the policy last spared it.
-        queue: `SMALL` or `MAIN`; of a policy that learns, that of its session.
+        queue: `SMALL` or `MAIN`; a policy that learns has more.
         priority: eviction priority; records of lower priority are evicted first, whatever the policy.
         followers: number of held records that follow it.
         session: session that used it last, for a policy that learns.
+        sharings: number of times that a use was another session's than the use before.
         last_s: time when it was used last, in seconds of the store's clock.
     """
 
@@ -76,6 +77,7 @@ class Entry:
     priority: int = NORMAL
     followers: int = 0
     session: Session | None = None
+    sharings: int = 0
     last_s: float = 0.0
 
 
@@ -83,7 +85,7 @@ class EvictionPolicy(ABC):
     """An eviction policy, one instance per `EvictionState`.
 
     Only policies with two queues need `queue_of`, `is_long`, `spares` and `evicted`; for others they are not
-    called. Only those that learn need `requested`, `session_of` and `choose`.
+    called. Only those that learn need `requested`, `enter` and `choose`.
 
     Attributes:
         name: name in settings, for kvkit's own policies.
@@ -136,12 +138,11 @@ class EvictionPolicy(ABC):
             event: number of the event; the entries have it as `last`.
         """
 
-    def session_of(self, name: str, parent: Entry | None, now: float) -> Session:
-        """Return the session of a new record that follows `parent`. Mutates."""
-        return Session(now, 0)
+    def enter(self, entry: Entry, parent: Entry | None) -> None:  # noqa: B027 - optional
+        """Set session and queue of a new record that follows `parent`, before it has room. Mutates."""
 
-    def choose(self, heads: Sequence[Entry], session: Session, now: float) -> Entry | None:
-        """Return the victim among the queues' first records; None: refuse a record of `session`. Mutates."""
+    def choose(self, heads: Sequence[Entry], newcomer: Entry, now: float) -> Entry | None:
+        """Return the victim among the queues' first records; None: refuse the newcomer. Mutates."""
         return heads[0]
 
 

@@ -19,8 +19,10 @@ from kvkit.tiers.eviction.policies import Entry, EvictionPolicy, Session
 _MOST_SESSIONS = 1 << 16
 _SAME_S = 1.0
 """Seconds within which lookups of a session are the same request: tiers are asked more than once."""
-_QUEUES = 13
-"""Queue 0 has sessions with one request; queue q those that return after about 2**q seconds."""
+_PACES, _SHARED = 13, 6
+"""Queue 0 has records of sessions with one request; queue p < `_PACES` those of sessions that return after
+about 2**p seconds; the last `_SHARED` queues have records that were shared 1, 2 to 3, 4 to 7, ... times."""
+_QUEUES = _PACES + _SHARED
 _KEPT = 0.7
 """Weight of earlier gaps in a session's pace."""
 _EDGES: list[float] = [0.0, *np.geomspace(1.0, 1e6, 49).tolist()]
@@ -48,9 +50,9 @@ class ReturnTimes:
         self._waiting: list[list[float]] = []  # its integral up to the edge
         self.refresh(np.zeros(0, int), np.zeros(0))
 
-    def learn(self, queue: int, gap_s: float) -> None:
-        """Count a return after `gap_s`. Mutates."""
-        self._returns[queue, min(bisect_right(_EDGES, gap_s), _BINS) - 1] += 1
+    def learn(self, queue: int, gap_s: float, *, returned: bool = True) -> None:
+        """Count a return after `gap_s`, or that there was none so far. Mutates."""
+        self._returns[queue, min(bisect_right(_EDGES, gap_s), _BINS) - 1] += returned
         self._seconds[queue] += np.clip(gap_s - _STARTS, 0.0, _WIDTHS)
 
     def refresh(self, queues: NDArray[np.int64], ages_s: NDArray[np.float64]) -> None:
@@ -96,12 +98,13 @@ def _at(values: list[float], age_s: float) -> float:
 
 
 class Sessions(EvictionPolicy):
-    """Evicts the record whose session is expected to return last, and takes up no record at a worse price.
+    """Evicts the record that is expected to be used last, and takes up no record at a worse price.
 
-    Sessions that return at about the same pace share a queue, which evicts the least recently used record.
-    Among the queues, the longest expected wait decides, as far ahead as records are kept at all; it is learnt
-    per queue, and grows with a session's age where most sessions return soon or never. A record whose session
-    is due later than every victim is refused. What a session's newest prompt no longer has goes first.
+    Records of sessions that return at about the same pace share a queue, and so do records that about as many
+    sessions share; each queue evicts its least recently used record. Among the queues the longest expected
+    wait decides, as far ahead as records are held at all. It is learnt per queue, and grows with age where
+    most return soon or never. A record that is due later than every victim is refused. What a session's
+    newest prompt no longer has goes first.
 
     LHD (Beckmann, Chen and Cidon, NSDI 2018) learns such rates per object; Continuum (arXiv 2511.02230) keeps
     the KV of agents for a time that it learns from their tool calls.
@@ -114,31 +117,27 @@ class Sessions(EvictionPolicy):
         self._times = ReturnTimes()
         self._sessions: OrderedDict[str, Session] = OrderedDict()  # by the last chunk of its newest prompt
         self._starts: OrderedDict[str, Session] = OrderedDict()  # by the first chunk that a lookup missed
-        self._oldest_s = 0.0  # age of the oldest session of which records can be evicted, a moving average
+        self._oldest_s = 0.0  # age of the oldest record that could be evicted, a moving average
         self._until_refresh = _REFRESHED
 
     def rank(self, entry: Entry) -> int:
         return entry.last
 
     def requested(self, names: Sequence[str], held: Sequence[Entry], now: float, event: int) -> None:
-        tip = names[-1]
-        session = next((s for s in map(self._sessions.get, reversed(names)) if s is not None), None)
-        if session is None:
-            session = Session(now, event)
-        else:
+        session, gap_s = self._session_of(names, now), 0.0
+        if session.tip:
             del self._sessions[session.tip]
             gap_s = now - session.last_s
             if gap_s >= _SAME_S:
                 self._times.learn(session.queue, gap_s)
                 pace = math.log2(gap_s + 1)
                 session.pace = pace if session.queue == 0 else _KEPT * session.pace + (1 - _KEPT) * pace
-                session.queue = min(int(session.pace), _QUEUES - 1)
-        session.last_s, session.event, session.tip = now, event, tip
-        _remember(self._sessions, tip, session)
+                session.queue = min(int(session.pace), _PACES - 1)
+        self._share(held, session, now, gap_s)
+        session.last_s, session.event, session.tip = now, event, names[-1]
+        _remember(self._sessions, session.tip, session)
         if len(held) < len(names):
             _remember(self._starts, names[len(held)], session)
-        for entry in held:
-            entry.session, entry.queue = session, session.queue
         self._until_refresh -= 1
         if self._until_refresh <= 0:
             waiting = self._sessions.values()
@@ -146,28 +145,53 @@ class Sessions(EvictionPolicy):
             self._times.refresh(np.array([session.queue for session in waiting]), ages_s)
             self._until_refresh = max(_REFRESHED, len(waiting) // 16)
 
-    def session_of(self, name: str, parent: Entry | None, now: float) -> Session:
-        start = self._starts.pop(name, None)
-        session = parent.session if parent is not None and parent.session is not None else start
-        if session is None:
-            return Session(now, 0)
-        if name in self._sessions and name != session.tip:  # a prompt that another tier had up to here
+    def enter(self, entry: Entry, parent: Entry | None) -> None:
+        session = self._starts.pop(entry.name, None)
+        if parent is not None and parent.session is not None:
+            session = parent.session
+        entry.session = session = session or Session(entry.last_s, 0)
+        entry.queue = session.queue
+        if entry.name in self._sessions and entry.name != session.tip:  # of a prompt that another tier had
             self._sessions.pop(session.tip, None)
-            self._sessions[name], session.tip = session, name
-        return session
+            self._sessions[entry.name], session.tip = session, entry.name
 
-    def choose(self, heads: Sequence[Entry], session: Session, now: float) -> Entry | None:
+    def choose(self, heads: Sequence[Entry], newcomer: Entry, now: float) -> Entry | None:
         oldest_s = max(now - entry.last_s for entry in heads)
         self._oldest_s += (oldest_s - self._oldest_s) * 0.01
         horizon_s = max(5.0, self._oldest_s)
         wait_s, victim = max(((self._wait_s(entry, now, horizon_s), entry) for entry in heads), key=_order)
-        return victim if self._times.wait_s(session.queue, 0.0, horizon_s) <= wait_s else None
+        if self._times.wait_s(newcomer.queue, 0.0, horizon_s) > wait_s:
+            return None
+        if victim.sharings:  # of sessions, `refresh` is told
+            self._times.learn(victim.queue, now - victim.last_s, returned=False)
+        return victim
+
+    def _session_of(self, names: Sequence[str], now: float) -> Session:
+        """Return the session that a prompt goes on with, or a new one, which has no tip."""
+        found = (session for session in map(self._sessions.get, reversed(names)) if session is not None)
+        return next(found, None) or Session(now, 0)
+
+    def _share(self, held: Sequence[Entry], session: Session, now: float, gap_s: float) -> None:
+        """Give records that a session uses, `gap_s` after its last request, to it; set their queues.
+
+        The last one that was shared before tells how soon such records are used.
+        """
+        shared = next((entry for entry in reversed(held) if entry.sharings), None)
+        if shared is not None and shared.session is not None:
+            since_s = gap_s if shared.session is session else now - shared.session.last_s
+            if since_s > 0:
+                self._times.learn(shared.queue, since_s)
+        for entry in held:
+            if entry.session is not session:
+                entry.sharings += entry.session is not None
+                entry.session = session
+            sharings = min(entry.sharings.bit_length(), _SHARED)
+            entry.queue = _PACES - 1 + sharings if sharings else session.queue
 
     def _wait_s(self, entry: Entry, now: float, horizon_s: float) -> float:
-        session = entry.session
-        if session is None or entry.last < session.event:  # unused since the start, or superseded
+        if entry.session is None or entry.last < entry.session.event:  # unused since the start, or superseded
             return math.inf
-        return self._times.wait_s(session.queue, max(0.0, now - entry.last_s), horizon_s)
+        return self._times.wait_s(entry.queue, max(0.0, now - entry.last_s), horizon_s)
 
 
 def _order(candidate: tuple[float, Entry]) -> tuple[float, int]:

@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterable, Sequence
 from heapq import heapify, heappop, heappush, heapreplace
 
 from kvkit.tiers.eviction.plugins import policy_named
-from kvkit.tiers.eviction.policies import MAIN, SMALL, Entry, Session, prevails
+from kvkit.tiers.eviction.policies import MAIN, SMALL, Entry, prevails
 
 _MOST_REFUSED, _MOST_FRESH = 1024, 1024  # names
 _Leaf = tuple[int, int, int, str]
@@ -139,7 +139,7 @@ def add_run(
     def barred(name: str) -> bool:
         return pins.get(name, now) > now or (may_evict is not None and not may_evict(name))
 
-    limited, learns, session = state.limited, state.policy.learns, None
+    limited, learns, newcomer = state.limited, state.policy.learns, None
     victims: list[str] = []
     added, last = 0, None
     for name in names:
@@ -149,11 +149,12 @@ def add_run(
             if parent is not None:
                 parent = _follow(state, parent)  # protects it and its ancestors from eviction
             if learns:
-                session = state.policy.session_of(name, None if parent is None else entries.get(parent), now)
+                newcomer = Entry(name, size, None, owner, 0, 0, last_s=now)
+                state.policy.enter(newcomer, None if parent is None else entries.get(parent))
             if limited or state._refused:
                 evicted: list[Entry] = []
                 if parent in state._refused or not _make_room(
-                    state, owner, size, barred, evicted, session, now
+                    state, owner, size, barred, evicted, newcomer, now
                 ):
                     if parent is not None:
                         _release(state, parent)
@@ -164,7 +165,7 @@ def add_run(
                         del state._refused[next(iter(state._refused))]
                     break
                 victims += _let_go(state, evicted)
-            last = entries[name] = _new(state, name, size, owner, session, now)
+            last = entries[name] = _new(state, name, size, owner, newcomer, now)
             last.parent, last.followers = parent, state._awaited.pop(name, 0)
             _count(state, last, size)
         parent = name
@@ -225,22 +226,18 @@ def _let_go(state: EvictionState, evicted: Sequence[Entry]) -> list[str]:
 
 
 def _new(
-    state: EvictionState,
-    name: str,
-    size: int,
-    owner: str,
-    session: Session | None = None,
-    now: float = 0.0,
+    state: EvictionState, name: str, size: int, owner: str, newcomer: Entry | None = None, now: float = 0.0
 ) -> Entry:
-    """Return an entry for a new record."""
+    """Return an entry for a new record: `newcomer`, of a policy that learns."""
     state._events = event = state._events + 1
     policy = state.policy
-    queue = policy.queue_of(name, size, _room(state)) if policy.queued else SMALL
-    if session is not None:
-        queue = session.queue
     if state._refused:
         state._refused.pop(name, None)
-    return Entry(name, size, None, owner, event, event, 0, queue, session=session, last_s=now)
+    if newcomer is not None:
+        newcomer.ticket = newcomer.last = event
+        return newcomer
+    queue = policy.queue_of(name, size, _room(state)) if policy.queued else SMALL
+    return Entry(name, size, None, owner, event, event, 0, queue, last_s=now)
 
 
 def _make_room(
@@ -249,13 +246,13 @@ def _make_room(
     size: int,
     barred: Callable[[str], bool],
     evicted: list[Entry],
-    session: Session | None,
+    newcomer: Entry | None,
     now: float,
 ) -> bool:
     """Evict leaves into `evicted` until `size` bytes of `owner` fit; return False if they cannot.
 
     Args:
-        session: that of the new record, for a policy that learns; it may refuse the record.
+        newcomer: the new record, for a policy that learns and may refuse it.
     """
     for scope in ("",) if state.quota_bytes is None or not owner else (owner, ""):
         excess = _excess(state, scope, size)
@@ -263,10 +260,10 @@ def _make_room(
             continue
         skipped: list[tuple[int, _Leaf]] = []  # leaves that may not be evicted now
         while excess > 0:
-            if session is None:
+            if newcomer is None:
                 victim = _next_leaf(state, scope, barred, skipped)
             else:
-                victim = _chosen_leaf(state, scope, barred, skipped, session, now)
+                victim = _chosen_leaf(state, scope, barred, skipped, newcomer, now)
             if victim is None:
                 break
             evicted.append(_forget(state, victim))
@@ -324,12 +321,12 @@ def _chosen_leaf(
     scope: str,
     barred: Callable[[str], bool],
     skipped: list[tuple[int, _Leaf]],
-    session: Session,
+    newcomer: Entry,
     now: float,
 ) -> str | None:
     """Return the leaf of `scope` that the policy chooses among the queues' first ones, as `_next_leaf`.
 
-    None if it refuses a new record of `session` instead.
+    None if it refuses the new record instead.
     """
     heads: dict[str, list[_Leaf]] = {}
     _push_fresh(state)
@@ -343,7 +340,7 @@ def _chosen_leaf(
         return None
     lowest = min(heap[0][0] for heap in heads.values())
     victims = [state.entries[name] for name, heap in heads.items() if heap[0][0] == lowest]
-    victim = state.policy.choose(victims, session, now)
+    victim = state.policy.choose(victims, newcomer, now)
     if victim is None:
         return None
     heappop(heads[victim.name])
