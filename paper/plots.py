@@ -242,10 +242,11 @@ def _of_copy(results: Results, name: str, way: str) -> tuple[float, float]:
 
 
 def draw_frontier(cells: list[dict[str, Any]], path: Path) -> None:
-    """Hits of every way of evicting against what could be had, a panel per trace."""
+    """Hits of every way of evicting against what could be had, a panel for each of four traces."""
     ways = {
         "could be had": ("None", ":", "black"),
         "told": ("D", "--", "#777777"),
+        "sessions": ("v", "-", "#7a3f8f"),
         "arc": ("o", "-", "#24435f"),
         "tinylfu": ("^", "-", "#8a6d3b"),
         "s3fifo": ("s", "-", "#6b8f71"),
@@ -253,7 +254,8 @@ def draw_frontier(cells: list[dict[str, Any]], path: Path) -> None:
     }
     traces = defaultdict[str, list[dict[str, Any]]](list)
     for cell in cells:
-        traces[cell["trace"]].append(cell)
+        if cell["trace"] in ("Claude Code", "Mooncake, conversation", "mixed", "rag"):
+            traces[cell["trace"]].append(cell)
     with drawing(path, columns=len(traces), height=1.9) as (figure, panels):
         for panel, (trace, found) in zip(panels, traces.items(), strict=True):
             for way, (marker, line, colour) in ways.items():

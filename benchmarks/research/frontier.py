@@ -35,7 +35,7 @@ from kvkit.tiers.eviction import state as eviction
 SHARES = (0.02, 0.05, 0.1, 0.2)
 SEEDS = (0, 1)
 DRAWS = (0, 1, 2)
-SESSIONS = 200
+SESSIONS = 60
 """Sessions of a draw from a folder."""
 WRITTEN = RESULTS / "frontier.json"
 _MOST_TURNS = 8

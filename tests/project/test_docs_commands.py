@@ -111,8 +111,20 @@ def test_a_fleet_is_simulated_as_the_page_has_it(tmp_path: Path) -> None:
 
 @pytest.mark.nightly
 def test_snapshots_are_compared(tmp_path: Path) -> None:
-    done = run_shell(on_page("docs/research/simulate.md", "printf"), tmp_path)
-    check_printed("docs/research/simulate.md", "printf", done.stdout)
+    done = run_shell(on_page("docs/research/simulate.md", "printf '[model]"), tmp_path)
+    check_printed("docs/research/simulate.md", "printf '[model]", done.stdout)
+
+
+@pytest.mark.nightly
+def test_policies_are_compared_on_sessions_of_agents(tmp_path: Path) -> None:
+    """With the figures that the page shows: the trace is in the repository."""
+    block = on_page("docs/research/simulate.md", "printf '[tiers.memory]")
+    done = run_shell(block, tmp_path, {"benchmarks/traces": str(ROOT / "benchmarks" / "traces")})
+    check_printed("docs/research/simulate.md", "printf '[tiers.memory]", done.stdout)
+    shown = (ROOT / "docs/research/simulate.md").read_text()
+    rates = re.findall(r"^│ (?:lru|arc|sessions) .*%.*$", done.stdout, re.MULTILINE)
+    assert len(rates) == 3
+    assert all(row in shown for row in rates)
 
 
 @pytest.mark.nightly
