@@ -181,10 +181,18 @@ def eviction(found: Row) -> Rows:
 
 
 def frontier(runs: Sequence[Row]) -> dict[str, Any]:
-    """Hit rates by trace and capacity, means over seeds; of LRU's gap to the bound, what each way closes."""
+    """Hit rates by trace and capacity, means over seeds; of LRU's gap to the bound, what each way closes.
+
+    Capacities at which the gap is less than a point in any run are left out.
+    """
     groups = defaultdict[tuple[str, float], list[Row]](list)
     for run in runs:
         groups[run["trace"], run["share"]].append(run)
+    groups_with_gap = {
+        key: found
+        for key, found in groups.items()
+        if all(run["bound"] - run["hits"]["lru"] >= 0.01 * run["asked"] for run in found)
+    }
 
     def closed(run: Row, way: str) -> float:
         return (run["hits"][way] - run["hits"]["lru"]) / (run["bound"] - run["hits"]["lru"])
@@ -198,7 +206,7 @@ def frontier(runs: Sequence[Row]) -> dict[str, Any]:
             "hits": {way: statistics.fmean(run["hits"][way] / run["asked"] for run in found) for way in ways},
             "closed": {way: statistics.fmean(closed(run, way) for run in found) for way in ways},
         }
-        for (trace, share), found in groups.items()
+        for (trace, share), found in groups_with_gap.items()
     ]
     return {
         "cells": cells,

@@ -253,7 +253,7 @@ def main() -> None:
             runs.append(run)
             print(run, flush=True)
     command = "python -m benchmarks.research.frontier conversation_trace.jsonl synthetic_trace.jsonl traces/"
-    document = about(command, SEEDS) | {"requests": REQUESTS, "runs": runs}
+    document = about(command, sorted({*SEEDS, *DRAWS})) | {"requests": REQUESTS, "runs": runs}
     WRITTEN.write_text(json.dumps(document, indent=1) + "\n")
 
 

@@ -194,7 +194,16 @@ def test_the_gap_that_a_policy_closes() -> None:
         }
         for s in (0, 1)
     ]
-    found = derived.frontier(runs)
+    small = {
+        "trace": "t",
+        "share": 0.5,
+        "seed": 0,
+        "asked": 1000,
+        "bound": 509,
+        "hits": {"lru": 500, "arc": 0},
+    }
+    found = derived.frontier([*runs, small])
+    assert len(found["cells"]) == 1, "a gap below a point is none to close"
     assert found["closed"] == {"lru": 0, "arc": 0.25}
     assert found["cells"][0]["bound"] == 0.6
     assert found["cells"][0]["hits"] == pytest.approx({"lru": 0.2, "arc": 0.3})
