@@ -183,7 +183,7 @@ def eviction(found: Row) -> Rows:
 def frontier(runs: Sequence[Row]) -> dict[str, Any]:
     """Hit rates by trace and capacity, means over seeds; of LRU's gap to the bound, what each way closes.
 
-    Capacities at which the gap is less than a point in any run are left out.
+    Capacities at which the gap is less than a point on the mean are left out.
     """
     groups = defaultdict[tuple[str, float], list[Row]](list)
     for run in runs:
@@ -191,7 +191,7 @@ def frontier(runs: Sequence[Row]) -> dict[str, Any]:
     groups_with_gap = {
         key: found
         for key, found in groups.items()
-        if all(run["bound"] - run["hits"]["lru"] >= 0.01 * run["asked"] for run in found)
+        if statistics.fmean((run["bound"] - run["hits"]["lru"]) / run["asked"] for run in found) >= 0.01
     }
 
     def closed(run: Row, way: str) -> float:
