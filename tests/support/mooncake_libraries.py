@@ -10,7 +10,7 @@ from kvkit.lab.testbed import mooncake
 
 
 def library_path(folder: Path) -> str:
-    """What LD_LIBRARY_PATH must be for processes that import Mooncake; `folder` may get a link."""
+    """Return LD_LIBRARY_PATH for processes that import Mooncake; `folder` may get a link."""
     try:
         return mooncake.library_path(folder)
     except FileNotFoundError as error:
