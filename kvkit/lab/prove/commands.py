@@ -33,7 +33,7 @@ def prove(
 
     from rich.console import Console
 
-    from kvkit.adapters.huggingface.smollm2 import ModelError
+    from kvkit.adapters.huggingface.packaged import ModelError
     from kvkit.lab.files import BenchError, check_folders
     from kvkit.lab.prove.preparation import command_of, prepared
     from kvkit.lab.prove.report import comparison_text, shown
