@@ -225,7 +225,8 @@ def count_of(selection: Selection, plan: BlendPlan, layers: int) -> tuple[int, i
 
     `selection.ratio` of the reused tokens is a budget of rows through layers. The cost of choosing is taken
     from it, so that methods can be compared at equal cost: the question's attention takes the computed rows
-    through the layers in which it is measured, deviations take every row through layer 0. If the number of
+    through the layers in which it is measured (every row, if these are dense), deviations take every row
+    through layer 0. If the number of
     tokens differs by layer, the mean is returned. The work of other models and of a full recompute
     (`NeedsAuxiliary`, `NeedsRecompute`) is not counted.
     """
@@ -240,9 +241,10 @@ def count_of(selection: Selection, plan: BlendPlan, layers: int) -> tuple[int, i
     if not isinstance(needs, NeedsQuestion):
         return rows, layers
     wanted_layers = min(selection.layers, layers - 1) if needs.depth is None else round(needs.depth * layers)
-    affordable = budget // (2 * len(plan.computed))  # at least half of it is for the chosen tokens
-    observed = max(1, min(wanted_layers, affordable))
-    return max(0, round((budget - observed * len(plan.computed)) / layers)), observed
+    cost = int(plan.reused.sum()) if needs.dense else len(plan.computed)  # of a layer
+    observed = max(1, min(wanted_layers, budget // (2 * cost)))  # at least half is for the chosen tokens
+    run_layers = layers - observed if needs.dense else layers
+    return max(0, round((budget - observed * cost) / max(1, run_layers))), observed
 
 
 def observed_layers(selection: Selection, plan: BlendPlan, layers: int) -> int:

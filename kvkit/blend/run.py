@@ -10,6 +10,8 @@ all of them start at layer 0, except with deviations:
     the question's attention   the computed rows alone run through the first layers against the KV as found.
                                They run again with the selected rows, so that the final rows attend to the
                                updated keys. Choosing costs computed rows * layers run.
+                               If these layers are dense, every row that is not exact runs through them,
+                               and the selected rows continue from there.
     deviations                 every row that is not exact runs through layer 0; its K and V of layer 1 are
                                computed and compared with those in the pages. The selected rows continue from
                                layer 1. If the choice is gradual, each later layer does the same with the
@@ -158,8 +160,10 @@ def blend(
     if observed := observed_layers(selection, plan, decoder.layers):
         if isinstance(needs, NeedsDeviation):
             return run.blend_by_deviation(selection)
+        if isinstance(needs, NeedsQuestion) and needs.dense:
+            return run.blend_after_dense_layers(selection, observed)
         if isinstance(needs, NeedsQuestion):
-            seen = run.measure_attention(question_needs(selection), observed, plan.computed)
+            seen, _ = run.measure_attention(question_needs(selection), observed, plan.computed)
         else:
             seen = (
                 auxiliary(tokens, plan)
@@ -212,8 +216,10 @@ class _Run:
         h = self.run_layers(rows, self._embed(rows), range(self.decoder.layers))
         return Blended(self.decoder.logits(h)[-1], selected, self.row_layers)
 
-    def measure_attention(self, needs: NeedsQuestion, layers: int, rows: Positions) -> NDArray[np.float32]:
-        """Run `rows` through the first `layers` layers; return the input that `needs` describes."""
+    def measure_attention(
+        self, needs: NeedsQuestion, layers: int, rows: Positions
+    ) -> tuple[NDArray[np.float32], torch.Tensor]:
+        """Run `rows` through the first `layers` layers; return the input that `needs` describes, and h."""
         query = self.plan.question_positions
         query_rows = np.searchsorted(rows, query).tolist()
         all_rows = self._rows(query)
@@ -234,9 +240,8 @@ class _Run:
                 scores = query_scores(q[query_rows], k, values, all_rows, scoring, query_lse)
                 by_layer.append(reduce_heads(scores, needs))
 
-        self.run_layers(rows, self._embed(rows), range(layers), add_scores, needs.anchors)
-        seen: NDArray[np.float32] = torch.stack(by_layer).cpu().numpy()
-        return seen
+        h = self.run_layers(rows, self._embed(rows), range(layers), add_scores, needs.anchors)
+        return torch.stack(by_layer).cpu().numpy(), h
 
     def measure_recompute(self) -> NDArray[np.float32]:
         """Return the input of `NeedsRecompute`, from a full prefill. Works on copies; mutates nothing."""
@@ -244,7 +249,7 @@ class _Run:
         copied_run = replace(self, kv=PagedKV(pages, self.kv.table), row_layers=0, last_keys=None)
         inexact = np.flatnonzero(~self.plan.exact).astype(np.int32)
         needs = NeedsQuestion(heads="mean", value_norm=False)
-        attention = copied_run.measure_attention(needs, self.decoder.layers, inexact)
+        attention, _ = copied_run.measure_attention(needs, self.decoder.layers, inexact)
         changes, reused = np.zeros_like(attention), np.flatnonzero(self.plan.reused).astype(np.int32)
         slots, tokens = self._rows(reused).slots, pages[0][1].shape[2]
         for change, (_, new), (_, old) in zip(changes, pages, self.kv.layers, strict=True):
@@ -266,6 +271,16 @@ class _Run:
             rows, h = kept, h[self._tensor(np.searchsorted(rows, kept))]
             h = self.run_layers(rows, h, range(layer, layer + 1 if layer < len(counts) else layers))
         assert selected is not None
+        return Blended(self.decoder.logits(h)[-1], selected, self.row_layers)
+
+    def blend_after_dense_layers(self, selection: Selection, dense: int) -> Blended:
+        """Run every row that is not exact through the first `dense` layers, then the chosen rows further."""
+        rows, layers = np.flatnonzero(~self.plan.exact).astype(np.int32), self.decoder.layers
+        seen, h = self.measure_attention(question_needs(selection), dense, rows)
+        selected = choose(selection, self.plan, layers, seen)
+        kept = np.union1d(self.plan.computed, selected).astype(np.int32)
+        h = h[self._tensor(np.searchsorted(rows, kept))]
+        h = self.run_layers(kept, h, range(dense, layers))
         return Blended(self.decoder.logits(h)[-1], selected, self.row_layers)
 
     def _deviations(self, layer: int, rows: Positions, h: torch.Tensor) -> NDArray[np.float32]:

@@ -91,6 +91,9 @@ def bench_blend(
             help="names or files .jsonl, separated by semicolons, or all; default: the gate's tasks"
         ),
     ] = "",
+    answered: Annotated[
+        bool, typer.Option("--answered", help="only samples that full recompute answers correctly")
+    ] = False,
     *,
     results: BlendResults,
 ) -> None:
@@ -108,8 +111,8 @@ def bench_blend(
     from kvkit.observe.progress import counted, timed
 
     import_from_here()  # custom methods
-    chosen = [name.strip() for name in methods.split(";") if name.strip()] or list(METHODS)
-    selected = {method: method_named(method) for method in chosen}
+    names = [name.strip() for name in methods.split(";") if name.strip()] or list(METHODS)
+    selected = {method: method_named(method) for method in names}
     sets = {"": tuple(SETS), "all": tuple(TASKS)}.get(tasks) or parse_tasks(tasks)
     check_folders(results.json_path, results.png_path)
     console = Console()
@@ -118,12 +121,11 @@ def bench_blend(
         if auxiliary is not None and isinstance(judge, Judge):
             judge.auxiliary = load_auxiliary(auxiliary, folder, console)
         samples_path = results.json_path.with_suffix(".jsonl")
-        work = quality.run(
-            judge, encode, samples_path, count=samples, tokens=tokens, methods=measured, sets=sets
-        )
+        chosen: Any = {"methods": measured, "sets": sets, "answered": answered}
+        work = quality.run(judge, encode, samples_path, count=samples, tokens=tokens, **chosen)
         entries = list(counted(work, "samples", samples * len(sets), timed(console)))
     name = Path(folder).name if Path(folder).is_dir() else folder
-    settings = {"model": name, "samples": samples, "tokens": tokens, "seed": 0}
+    settings = {"model": name, "samples": samples, "tokens": tokens, "answered": answered, "seed": 0}
     _write_blend(entries, results, settings, console)
 
 

@@ -94,6 +94,7 @@ BY_HAND: dict[str, Callable[[View], Any]] = {
     "infoflow": lambda seen: sum(seen.seen) / 2,
     "prophetkv": lambda seen: sum(seen.seen) / len(seen.seen),
     "qcfuse": lambda seen: sum(seen.seen) / 3,
+    "sparsex": lambda seen: sum(seen.seen) / len(seen.seen),
     "cacheclip": cacheclip_by_hand,
     "random": lambda seen: METHODS["random"].scores(seen),  # equal ones for an equal view
     "oracle": lambda seen: sum(seen.seen[0]),
@@ -139,7 +140,8 @@ def test_the_questions_attention_is_that_of_the_model(
     kv, attentions = full(model, TOKENS)
     plan = plan_blend(N, 80)
     asked = NeedsQuestion(1.0, 3, heads, value_norm)
-    seen = _Run(decoder, paged(kv), TOKENS, plan, None).measure_attention(asked, LAYERS, plan.computed)
+    run = _Run(decoder, paged(kv), TOKENS, plan, None)
+    seen, _ = run.measure_attention(asked, LAYERS, plan.computed)
     for layer, shown in zip(range(LAYERS - 3, LAYERS), seen, strict=True):
         paid = attentions[layer][:, 80:]
         if value_norm:
@@ -188,7 +190,7 @@ def test_anchors_that_are_all_tokens_hide_nothing(model: Any, decoder: HuggingFa
     def shown(anchors: float) -> Floats:
         run = _Run(decoder, stale(model, plan), TOKENS, plan, None)
         needs = NeedsQuestion(1.0, anchors=anchors, value_norm=False)
-        return run.measure_attention(needs, LAYERS, plan.computed)
+        return run.measure_attention(needs, LAYERS, plan.computed)[0]
 
     all_seen, few = shown(1.0), shown(0.1)
     np.testing.assert_allclose(shown(0.9999), all_seen, rtol=1e-3, atol=1e-5)
@@ -214,6 +216,30 @@ def test_each_layer_keeps_some_of_the_rows_of_the_one_before(model: Any, decoder
     assert sizes[2] == len(blended.selected) > count_of(selection, plan, LAYERS)[0]
     assert sizes[2] > sizes[3] > sizes[4]
     assert changed[2] >= changed[3] >= changed[4]
+
+
+def test_after_dense_layers_the_chosen_rows_go_on(model: Any, decoder: HuggingFaceDecoder) -> None:
+    """In the dense layers all KV is a full prefill's, and so is the attention by which rows are chosen."""
+    plan, selection = plan_blend(N, 0, SPANS), Selection("sparsex", 0.6, 0)
+    kv = stale(model, plan)
+    before = [(k.clone(), v.clone()) for k, v in kv.layers]
+    blended = blend(decoder, kv, TOKENS, plan, selection)
+    count, dense = count_of(selection, plan, LAYERS)
+    assert (dense, len(blended.selected)) == (1, count)
+    exact, attentions = full(model, TOKENS)
+    paid = sum(layer[:, plan.question_positions].sum(1).mean(0) for layer in attentions[:dense])
+    assert isinstance(paid, torch.Tensor)
+    free = np.flatnonzero(plan.reused)
+    assert set(blended.selected.tolist()) == set(free[np.argsort(-paid.numpy()[free])[:count]].tolist())
+    unchanged = np.setdiff1d(free, blended.selected)
+    for layer, ((k, v), (old_k, old_v)) in enumerate(zip(kv.layers, before, strict=True)):
+        if layer < dense:
+            np.testing.assert_allclose(k, exact.layers[layer].room_k, rtol=1e-3, atol=1e-4)
+            np.testing.assert_allclose(v, exact.layers[layer].room_v, rtol=1e-3, atol=1e-4)
+        else:
+            assert torch.equal(k[:, :, unchanged], old_k[:, :, unchanged])
+            assert torch.equal(v[:, :, unchanged], old_v[:, :, unchanged])
+            assert not torch.equal(k[:, :, blended.selected], old_k[:, :, blended.selected])
 
 
 def test_methods_cost_the_same_and_the_oracle_covers_most(model: Any, decoder: HuggingFaceDecoder) -> None:
@@ -305,6 +331,7 @@ def test_engines_provide_for_the_questions_attention_alone() -> None:
         "k_deviation": "deviations of a layer's K and V",
         "infoflow": "the question's attention with heads='norm'",
         "qcfuse": "the question's attention with anchors",
+        "sparsex": "the question's attention with dense layers",
         "cacheclip": "an auxiliary model",
         "oracle": "full recompute",
     }.items():

@@ -228,7 +228,10 @@ def test_choosing_and_recomputing_keep_to_the_budget(
     assert (
         1 <= looked <= max(1, min(selection.layers, layers - 1) if method == "question_attention" else layers)
     )
-    choosing = question * looked if asks else reused - count
+    if isinstance(needs, NeedsQuestion):
+        choosing = (reused - count if needs.dense else question) * looked
+    else:
+        choosing = reused - count
     assert count == 0 or abs(count * layers + choosing - wanted * layers) <= layers
     if asks and looked > 1:
         assert choosing <= wanted * layers / 2

@@ -125,14 +125,16 @@ def test_only_chosen_tokens_change(method: str) -> None:
     assert {32, 33, 70, 71} <= set(blended.selected.tolist())
     rows = np.union1d(plan.computed, blended.selected)
     kept = np.setdiff1d(np.arange(N), rows)
+    deviation = isinstance(needs, NeedsDeviation)
+    dense_layers = 1 if deviation else looked * (isinstance(needs, NeedsQuestion) and needs.dense)
     for i, (layer, (k, v)) in enumerate(zip(kv.layers, before, strict=True)):
         assert layer.room_k[:, :, rows].isfinite().all()
-        compared = kept if i > 1 or not isinstance(needs, NeedsDeviation) else np.flatnonzero(plan.exact)
+        compared = np.flatnonzero(plan.exact) if i < dense_layers + deviation else kept
         assert torch.equal(layer.room_k[:, :, compared], k[:, :, compared])
         assert torch.equal(layer.room_v[:, :, compared], v[:, :, compared])
     extra = len(plan.computed) * looked if isinstance(needs, NeedsQuestion) else 0
-    if isinstance(needs, NeedsDeviation):
-        extra = N - 32 - len(plan.computed) - count
+    if dense_layers:
+        extra = dense_layers * (N - 32 - len(plan.computed) - count)
     assert blended.row_layers == (len(plan.computed) + count) * 4 + extra
     assert blended.logits.isfinite().all()
 

@@ -157,7 +157,10 @@ def test_a_name_says_what_is_selected() -> None:
     assert method_named("prophetkv .15, first 8").selection == Selection("prophetkv", first_n=8)
     both = Selection(ratio=0.4, coverage=0.65, first_n=4)
     assert method_named("default .40, covering .65, first 4").selection == both
+    assert method_named("default .15, alone") == Method(Selection(), context="alone")
+    assert method_named("infoflow .20, related, first 2").context == "related"
     for wrong in (
+        "default .15, beside",
         "default .15, last 8",
         "default .15, first .5",
         "default .15, first",

@@ -31,6 +31,8 @@ class NeedsQuestion:
         value_norm: True: weight attention by the norm of the value; None: as in `Selection.value_norm`.
         anchors: share of every span's tokens that the rows attend to, those with the smallest keys; its
             first four are always among them. The input still has the attention to all tokens. 1: all.
+        dense: True: every row that is not exact runs through these layers, not the computed rows alone, and
+            the chosen rows go on from there. Costs all of these rows * layers run.
     """
 
     depth: float | None = None
@@ -38,10 +40,12 @@ class NeedsQuestion:
     heads: Literal["max", "mean", "norm", "each"] = "max"
     value_norm: bool | None = None
     anchors: float = 1.0
+    dense: bool = False
 
     def __str__(self) -> str:
         parts = (("heads='norm'", self.heads == "norm"), ("heads='each'", self.heads == "each"))
-        kinds = [name for name, is_so in (*parts, ("anchors", self.anchors < 1)) if is_so]
+        more = ("anchors", self.anchors < 1), ("dense layers", self.dense)
+        kinds = [name for name, is_so in (*parts, *more) if is_so]
         return "the question's attention" + (f" with {' and '.join(kinds)}" if kinds else "")
 
 

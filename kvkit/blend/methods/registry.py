@@ -15,6 +15,7 @@ from kvkit.blend.methods import (
     qcfuse,
     question_attention,
     random_rows,
+    sparsex,
 )
 from kvkit.blend.methods.method import BlendMethod, NeedsQuestion
 from kvkit.settings import imported
@@ -28,6 +29,7 @@ METHODS: Mapping[str, BlendMethod] = {
     "infoflow": infoflow.METHOD,
     "prophetkv": prophetkv.METHOD,
     "qcfuse": qcfuse.METHOD,
+    "sparsex": sparsex.METHOD,
     "cacheclip": cacheclip.METHOD,
     "random": random_rows.METHOD,
     "oracle": oracle.METHOD,
@@ -69,5 +71,8 @@ def served(name: str) -> str:
 def _is_served(method: BlendMethod) -> bool:
     needs = method.needs
     return needs is None or (
-        isinstance(needs, NeedsQuestion) and needs.heads in ("max", "mean") and needs.anchors == 1
+        isinstance(needs, NeedsQuestion)
+        and needs.heads in ("max", "mean")
+        and needs.anchors == 1
+        and not needs.dense
     )

@@ -8,7 +8,7 @@ import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Protocol, TextIO
 
 import numpy as np
 from numpy.typing import NDArray
@@ -16,8 +16,9 @@ from rich.table import Table
 
 from kvkit.blend import gate
 from kvkit.blend.plan import Selection
+from kvkit.lab.files import BenchError
 from kvkit.lab.quality.judge import METHODS, Measures, Method
-from kvkit.lab.quality.statistics import bootstrap, paired_p, resampled_means
+from kvkit.lab.quality.statistics import bootstrap, paired_p, resampled_means, wilson
 from kvkit.lab.quality.tasks.registry import SETS, samples
 from kvkit.lab.quality.tasks.sample import Encode, Sample
 from kvkit.lab.simulate.report import panels
@@ -25,6 +26,8 @@ from kvkit.observe.progress import Report, counted
 
 FIGURES = ("kl", "top1", "exact", "f1")
 BASELINE = "default .15"
+MOST_DRAWN = 6
+"""Samples drawn of a set, for each that is wanted, to find those that full recompute answers."""
 GATE_SAMPLES = 4
 GATE_METHODS = ("naive", "default .15")
 
@@ -39,45 +42,85 @@ def run(
     methods: Mapping[str, Method] = METHODS,
     sets: Sequence[str] = tuple(SETS),
     seed: int = 0,
+    answered: bool = False,
 ) -> Iterator[dict[str, Any]]:
     """Measure `count` samples of every set, and yield {"set", "sample", "measured"} for each.
 
     Appends every measurement to `path` as a line of JSON. Reuses measurements in `path` of the same model and
     text, and measures only the missing methods.
+
+    Args:
+        answered: yield only samples that full recompute answers; of `MOST_DRAWN` times as many samples, sets
+            may have fewer.
+
+    Raises:
+        BenchError: `answered`, and a set has no answers.
     """
+    drawn = count * MOST_DRAWN if answered else count
     samples_by_set = [
-        [(kind, sample) for sample in samples(kind, encode, count, tokens, seed)] for kind in sets
+        [(kind, sample) for sample in samples(kind, encode, drawn, tokens, seed)] for kind in sets
     ]
+    if answered and (unanswerable := [of[0][0] for of in samples_by_set if not of[0][1].answer]):
+        raise BenchError(f"answered: {', '.join(unanswerable)}: samples have no answers")
     batches = enumerate(itertools.zip_longest(*samples_by_set))  # a file may have fewer samples
     work = [(i, *item) for i, batch in batches for item in batch if item is not None]
+    finished = _read(path)
+    yielded = dict.fromkeys(sets, 0)
+    with path.open("a") as out:
+        for i, kind, sample in work:
+            if yielded[kind] == count:
+                continue
+            known = finished.setdefault(_identity(judge, sample), {})
+            _complete(known, judge, sample, methods, answered, out)
+            if answered and not known["full"].get("exact"):
+                continue
+            yielded[kind] += 1
+            figures = {"full": known["full"]} | {name: known[_settings(methods[name])] for name in methods}
+            yield {"set": kind, "sample": i, "measured": figures}
+
+
+def _read(path: Path) -> dict[str, dict[str, Measures]]:
+    """Return the measurements in `path`, by identity of the sample and settings of the method."""
     finished: dict[str, dict[str, Measures]] = {}
     if path.exists():
         with path.open() as lines:
             for entry in map(json.loads, lines):
                 finished.setdefault(entry["of"], {}).update(entry["by_settings"])
-    settings = {name: json.dumps(asdict(method)) for name, method in methods.items()}
-    with path.open("a") as out:
-        for i, kind, sample in work:
-            identity = _identity(judge, sample)
-            known = finished.setdefault(identity, {})
-            missing = {name: method for name, method in methods.items() if settings[name] not in known}
-            if missing:
-                measured = judge.measure(sample, missing)
-                if "full" in known:  # scale seconds by full recompute, which was measured again beside them
-                    slowdown = measured["full"]["seconds"] / known["full"]["seconds"]
-                    for measures in measured.values():
-                        measures["seconds"] /= slowdown
-                by_settings = {settings.get(name, name): figures for name, figures in measured.items()}
-                out.write(json.dumps({"of": identity, "by_settings": by_settings}) + "\n")
-                out.flush()
-                known.update(by_settings)
-            figures = {"full": known["full"]} | {name: known[settings[name]] for name in methods}
-            yield {"set": kind, "sample": i, "measured": figures}
+    return finished
+
+
+def _complete(
+    known: dict[str, Measures],
+    judge: Measuring,
+    sample: Sample,
+    methods: Mapping[str, Method],
+    answered: bool,
+    out: TextIO,
+) -> None:
+    """Measure the methods that `known` lacks; add them to it, and to `out`."""
+    if answered and not known.get("full", {"exact": 1.0}).get("exact"):
+        return
+    missing = {name: method for name, method in methods.items() if _settings(method) not in known}
+    if not missing and "full" in known:
+        return
+    measured = judge.measure(sample, missing, answered)
+    if "full" in known:  # scale seconds by full recompute, which was measured again beside them
+        slowdown = measured["full"]["seconds"] / known["full"]["seconds"]
+        for measures in measured.values():
+            measures["seconds"] /= slowdown
+    by_settings = {_settings(missing[name]) if name in missing else name: of for name, of in measured.items()}
+    out.write(json.dumps({"of": _identity(judge, sample), "by_settings": by_settings}) + "\n")
+    out.flush()
+    known.update(by_settings)
+
+
+def _settings(method: Method) -> str:
+    return json.dumps(asdict(method))
 
 
 def _identity(judge: Measuring, sample: Sample) -> str:
     """Return a digest of everything that determines a sample's figures, except the method."""
-    sample = sample.behind(judge.lead)
+    sample = sample.behind(judge.prefix)
     text = sample.prompt.tobytes() + sample.continuation.tobytes() + repr(sample.documents).encode()
     return hashlib.blake2b(judge.weights.encode() + text, digest_size=12).hexdigest()
 
@@ -85,9 +128,9 @@ def _identity(judge: Measuring, sample: Sample) -> str:
 def summarise(entries: Sequence[Mapping[str, Any]]) -> dict[str, dict[str, dict[str, Any]]]:
     """Return mean figures by set and method, with 95 % intervals [low, high] for those of `FIGURES`.
 
-    `kl_p`, `f1_p`: p of a paired test against `BASELINE`. `kl_of_k_deviation`: KL divergence relative to that
-    of K deviation at the same ratio, with its interval. `speedup`: median seconds of full recompute relative
-    to the method's.
+    `kl_p`, `f1_p`: p of a paired test against the baseline, as in `overall`. `kl_of_k_deviation`: KL
+    divergence relative to that of K deviation at the same ratio, with its interval. `speedup`: median seconds
+    of full recompute relative to the method's.
     """
     return {
         kind: {name: _summary(measurements, name) for name in measurements[0]}
@@ -98,36 +141,64 @@ def summarise(entries: Sequence[Mapping[str, Any]]) -> dict[str, dict[str, dict[
 def overall(entries: Sequence[Mapping[str, Any]]) -> dict[str, dict[str, Any]]:
     """Return mean figures over the sets by method; `exact` and `f1` over sets with answers.
 
-    Sets have equal weight. Intervals come from resampling within each set. `f1_ahead`: f1 minus that of
-    `BASELINE`, with the interval over the same resamples.
+    Sets have equal weight. Intervals come from resampling within each set. `kl_ahead`, `exact_ahead`,
+    `f1_ahead`: the figure minus that of the baseline (`BASELINE`, else the first method), with the interval
+    over the same resamples. `kept`: share of the prompts that full recompute answers that the method answers,
+    too, with Wilson's interval, and their number `answered`.
     """
     sets, summaries = _by_set(entries), summarise(entries)
+    names = list(next(iter(summaries.values())))
+    baseline = _baseline(names)
     means: dict[str, dict[str, Any]] = {}
-    f1s: dict[str, NDArray[np.float64]] = {}
-    for name in next(iter(summaries.values())):
-        method_figures = [figures[name] for figures in summaries.values()]
-        mean = means[name] = {
-            f: float(np.mean([figures[f] for figures in method_figures]))
+    for name in names:
+        figures_by_set = [figures[name] for figures in summaries.values()]
+        means[name] = {
+            f: float(np.mean([figures[f] for figures in figures_by_set]))
             for f in ("rows", "speedup", "perplexity")
         }
-        mean["samples"] = len(entries)
-        for figure in FIGURES:
-            kinds = [kind for kind in summaries if figure in summaries[kind][name]]
-            if kinds:
-                resamples = [
-                    resampled_means(np.array([measured[name][figure] for measured in sets[kind]]), seed)
-                    for seed, kind in enumerate(kinds)
-                ]
-                mean[figure] = float(np.mean([summaries[kind][name][figure] for kind in kinds]))
-                mean_resamples = np.mean(resamples, 0)
-                mean[f"{figure}_interval"] = np.percentile(mean_resamples, [2.5, 97.5]).tolist()
-                if figure == "f1":
-                    f1s[name] = mean_resamples
-    for name in f1s if BASELINE in f1s else ():
-        means[name]["f1_ahead"] = means[name]["f1"] - means[BASELINE]["f1"]
-        ahead = np.percentile(f1s[name] - f1s[BASELINE], [2.5, 97.5])
-        means[name]["f1_ahead_interval"] = ahead.tolist()
+        means[name] |= {"samples": len(entries)} | _kept(entries, name)
+    for figure in FIGURES:
+        kinds = [kind for kind in summaries if figure in summaries[kind][baseline]]
+        if not kinds:
+            continue
+        resamples = {
+            name: np.mean([_resampled(sets[kind], name, figure, seed) for seed, kind in enumerate(kinds)], 0)
+            for name in names
+        }
+        for name, mean in means.items():
+            mean[figure] = float(np.mean([summaries[kind][name][figure] for kind in kinds]))
+            mean[f"{figure}_interval"] = _interval(resamples[name])
+        for mean, resampled in zip(means.values(), resamples.values(), strict=True):
+            mean[f"{figure}_ahead"] = mean[figure] - means[baseline][figure]
+            mean[f"{figure}_ahead_interval"] = _interval(resampled - resamples[baseline])
     return means
+
+
+def _baseline(names: Sequence[str]) -> str:
+    """Return the method that others are compared with; `full` is the first of `names`."""
+    return BASELINE if BASELINE in names else names[min(1, len(names) - 1)]
+
+
+def _resampled(
+    measurements: Sequence[Mapping[str, Measures]], name: str, figure: str, seed: int
+) -> NDArray[np.float64]:
+    return resampled_means(np.array([measured[name][figure] for measured in measurements]), seed)
+
+
+def _interval(resampled: NDArray[np.float64]) -> list[float]:
+    interval: list[float] = np.percentile(resampled, [2.5, 97.5]).tolist()
+    return interval
+
+
+def _kept(entries: Sequence[Mapping[str, Any]], name: str) -> dict[str, Any]:
+    """Return the share of full recompute's exact answers that a method gives, too; {} without answers."""
+    measurements = [entry["measured"] for entry in entries]
+    answered = [measured for measured in measurements if measured["full"].get("exact") == 1]
+    if not answered:
+        return {}
+    kept = sum(int(measured[name]["exact"]) for measured in answered)
+    interval = list(wilson(kept, len(answered)))
+    return {"answered": len(answered), "kept": kept / len(answered), "kept_interval": interval}
 
 
 def _by_set(entries: Sequence[Mapping[str, Any]]) -> dict[str, list[dict[str, Measures]]]:
@@ -141,14 +212,15 @@ def _summary(measurements: Sequence[Mapping[str, Measures]], name: str) -> dict[
     def values_of(method: str, figure: str) -> NDArray[np.float64]:
         return np.array([measured[method][figure] for measured in measurements])
 
+    baseline = _baseline(list(measurements[0]))
     summary: dict[str, Any] = {"samples": len(measurements), "rows": float(values_of(name, "rows").mean())}
     for figure in FIGURES:
         if all(figure in measured[name] for measured in measurements):
             values = values_of(name, figure)
             summary[figure] = float(values.mean())
             summary[f"{figure}_interval"] = list(bootstrap(values))
-            if figure in ("kl", "f1") and BASELINE in measurements[0] and name != BASELINE:
-                summary[f"{figure}_p"] = paired_p(values, values_of(BASELINE, figure))
+            if figure in ("kl", "f1") and name != baseline:
+                summary[f"{figure}_p"] = paired_p(values, values_of(baseline, figure))
     summary["perplexity"] = float(np.exp(values_of(name, "nll").mean()))
     summary["speedup"] = float(
         np.median(values_of("full", "seconds")) / np.median(values_of(name, "seconds"))
@@ -166,13 +238,17 @@ class Measuring(Protocol):
 
     Attributes:
         weights: identifier of the model's weights.
-        lead: first tokens of every prompt, int32 [n].
+        prefix: first tokens of every prompt, int32 [n].
     """
 
     weights: str
-    lead: NDArray[np.int32]
 
-    def measure(self, sample: Sample, methods: Mapping[str, Method]) -> dict[str, Measures]: ...
+    @property
+    def prefix(self) -> NDArray[np.int32]: ...
+
+    def measure(
+        self, sample: Sample, methods: Mapping[str, Method], answered: bool = False
+    ) -> dict[str, Measures]: ...
 
 
 def measure_gate(

@@ -19,9 +19,10 @@ from kvkit.blend.methods.registry import served
 from kvkit.blend.plan import BlendPlan, Selection, Span, observed_layers, plan_blend
 from kvkit.environment import gpu_name
 from kvkit.lab.files import BenchError
+from kvkit.lab.quality.contexts import Context
 from kvkit.lab.quality.judge import Judge, Measures, Method, NotBlendable, figures_of, load_judge
 from kvkit.lab.quality.statistics import f1
-from kvkit.lab.quality.tasks.sample import Encode, Sample
+from kvkit.lab.quality.tasks.sample import SYSTEM_PROMPT, Encode, Sample
 from kvkit.lab.serve import memory
 from kvkit.observe.terminal import print_text
 
@@ -39,7 +40,8 @@ def is_served(method: Method) -> bool:
         served(selection.method)
     except ValueError:
         return False
-    return not method.mask and selection == Selection(selection.method, selection.ratio, selection.first_n)
+    plain = not method.imitates and method.context in ("prefix", "alone")
+    return plain and selection == Selection(selection.method, selection.ratio, selection.first_n)
 
 
 @contextmanager
@@ -92,7 +94,7 @@ class EngineJudge:
         tokens: approximate tokens of a prompt.
 
     Attributes:
-        lead: as in `Judge`; documents follow it and attend to it.
+        lead, system, prefix: as in `Judge`.
         weights: identifier of the model's weights.
 
     Raises:
@@ -145,30 +147,44 @@ class EngineJudge:
         tokenizer = self._llm.get_tokenizer()
         self.lead: NDArray[np.int32] = np.array(tokenizer("")["input_ids"], np.int32)
         self.encode: Encode = lambda text: list(tokenizer(text, add_special_tokens=False)["input_ids"])
+        self.prefix = np.concatenate([self.lead, self.encode(SYSTEM_PROMPT)]).astype(np.int32)
 
-    def measure(self, sample: Sample, methods: Mapping[str, Method]) -> dict[str, Measures]:
+    def measure(
+        self, sample: Sample, methods: Mapping[str, Method], answered: bool = False
+    ) -> dict[str, Measures]:
         """Return figures as `Judge.measure`; seconds are wall time and include loading documents.
 
         Raises:
             BenchError: the stored KV of a document was not found again.
         """
-        sample = sample.behind(self.lead)
-        document_prompts = [
-            np.concatenate([self.lead, sample.prompt[a:b]]).tolist() for a, b in sample.documents
-        ]
-        self._generate([{"prompt_token_ids": ids} for ids in document_prompts], max_tokens=1)
+        sample = sample.behind(self.prefix)
         full, figures = self._answer(sample)
         measured = {"full": figures_of(full, full, sample, 1.0, 0.0) | figures}
+        if answered and not measured["full"].get("exact"):
+            return measured
+        documents = [
+            {
+                "prompt_token_ids": [*self._before(context), *sample.prompt[a:b].tolist()],
+                "cache_salt": context,
+            }
+            for context in {method.context for method in methods.values()}
+            for a, b in sample.documents
+        ]
+        self._generate(documents, max_tokens=1)
         for name, method in methods.items():
-            blended, figures = self._answer(sample, method.selection)
+            blended, figures = self._answer(sample, method)
             measured[name] = figures_of(full, blended, sample, 0.0, 0.0) | figures
         return measured
+
+    def _before(self, context: Context) -> list[int]:
+        before: list[int] = (self.lead if context == "alone" else self.prefix).tolist()
+        return before
 
     def close(self) -> None:
         """Shut down the engine."""
         self._llm.llm_engine.engine_core.shutdown()
 
-    def _answer(self, sample: Sample, selection: Selection | None = None) -> tuple[torch.Tensor, Measures]:
+    def _answer(self, sample: Sample, method: Method | None = None) -> tuple[torch.Tensor, Measures]:
         """Return log probabilities [C, V] of the continuation's tokens, and figures of the prompt.
 
         Each token is given the earlier ones. Figures: seconds until the first token; rows if the prompt is
@@ -178,13 +194,17 @@ class EngineJudge:
 
         prompt: dict[str, Any] = {"prompt_token_ids": sample.prompt.tolist()}
         extra: dict[str, Any] = {}
-        if selection:
-            blend_request = {"documents": [list(span) for span in sample.documents], "prefix": len(self.lead)}
-            blend_request |= {
+        if method:
+            selection = method.selection
+            spans = [list(span) for span in sample.documents]
+            blend_request = {
+                "documents": spans,
+                "prefix": len(self._before(method.context)),
                 "method": selection.method,
                 "ratio": selection.ratio,
                 "first_n": selection.first_n,
             }
+            prompt["cache_salt"] = method.context  # documents of other contexts are not found
             extra = {"kv_transfer_params": {"blend": blend_request}}
         else:
             prompt["cache_salt"] = uuid4().hex  # prevents hits
@@ -195,8 +215,8 @@ class EngineJudge:
             (out,) = self._generate([prompt], max_tokens=len(tokens), extra_args=forced_args)
             logits = torch.from_numpy(np.load(file))
         figures: Measures = {"seconds": out.metrics.first_token_ts - out.metrics.queued_ts}
-        if selection:
-            figures["rows"] = self._rows(sample, selection, out.kv_transfer_params or {})
+        if method:
+            figures["rows"] = self._rows(sample, method, out.kv_transfer_params or {})
         if answer := tokens[: sample.answer]:
             predicted = logits.argmax(-1)[: sample.answer].tolist()
             if predicted != answer:  # then generate freely, each token after the model's own tokens
@@ -205,9 +225,9 @@ class EngineJudge:
             figures["f1"] = f1(predicted, answer)
         return logits, figures
 
-    def _rows(self, sample: Sample, selection: Selection, params: Mapping[str, Any]) -> float:
+    def _rows(self, sample: Sample, method: Method, params: Mapping[str, Any]) -> float:
         """Return a prompt's computed share of tokens * layers; `params`: its answer's kv_transfer_params."""
-        plan = self._plan(sample)
+        plan = self._plan(sample, len(self._before(method.context)))
         counts: Mapping[str, int] = params.get("blend") or {"computed": 0}
         if not plan.reused.any():
             return len(plan.computed) / plan.tokens
@@ -217,17 +237,17 @@ class EngineJudge:
                 f"not all were kept; the memory tier of {memory.gib(TIER_BYTES)} may be too small"
             )
         layers: int = self._llm.model_config.hf_text_config.num_hidden_layers
-        observed_rows = observed_layers(selection, plan, layers) * len(plan.computed)
+        observed_rows = observed_layers(method.selection, plan, layers) * len(plan.computed)
         return ((counts["computed"] + counts["recomputed"]) * layers + observed_rows) / (plan.tokens * layers)
 
-    def _plan(self, sample: Sample) -> BlendPlan:
-        """Return vLLM's plan of the prompt if every whole chunk of its documents is found."""
-        lead, exact_tokens = len(self.lead), 0
+    def _plan(self, sample: Sample, before: int) -> BlendPlan:
+        """Return vLLM's plan if every whole chunk of documents behind `before` tokens is found."""
+        exact_tokens = before // CHUNK_TOKENS * CHUNK_TOKENS
         spans = []
         for start, stop in sample.documents:
-            found_tokens = (lead + stop - start) // CHUNK_TOKENS * CHUNK_TOKENS
-            exact_tokens = found_tokens if start == lead else exact_tokens
-            spans.append(Span(start, stop, lead).found(found_tokens, exact_tokens))
+            found_tokens = (before + stop - start) // CHUNK_TOKENS * CHUNK_TOKENS
+            exact_tokens = found_tokens if start == before else exact_tokens
+            spans.append(Span(start, stop, before).found(found_tokens, exact_tokens))
         return plan_blend(len(sample.prompt), exact_tokens, spans)
 
     def _generate(self, prompts: Sequence[Mapping[str, Any]], **sampling: Any) -> Sequence[Any]:

@@ -1,16 +1,18 @@
 """Judge of blending methods: compares a model's answers over blended KV with those of full recompute.
 
-The judge computes a sample's prompt in full, and each of its documents alone; every method then blends the
-same documents. It compares the distributions of the continuation's tokens.
+The judge computes a sample's prompt in full, and each of its documents in the methods' contexts; methods of
+the same context then blend the same documents. It compares the distributions of the continuation's tokens.
 """
 
 from __future__ import annotations
 
 import re
 import time
+from collections import Counter
 from collections.abc import Callable, Mapping
+from contextlib import ExitStack
 from dataclasses import dataclass, replace
-from typing import Any, TypeVar
+from typing import Any, TypeVar, get_args
 
 import numpy as np
 import torch
@@ -27,8 +29,10 @@ from kvkit.blend.plan import BlendError, BlendPlan, Selection, Span, plan_blend
 from kvkit.blend.run import Blended, LastKeys, Positions, Reader, blend
 from kvkit.kernels.pages import reference
 from kvkit.lab.files import BenchError, load_model, load_tokenizer, model_folder
+from kvkit.lab.quality.contexts import Context, context_texts
+from kvkit.lab.quality.peers import adaptive_parallel_encoding, fewer_documents
 from kvkit.lab.quality.statistics import f1
-from kvkit.lab.quality.tasks.sample import Encode, Sample
+from kvkit.lab.quality.tasks.sample import SYSTEM_PROMPT, Encode, Sample
 
 M = TypeVar("M", bound="MeasuredModel")
 Measures = dict[str, float]
@@ -42,14 +46,17 @@ class Method:
 
     Args:
         selection: selection of the tokens to recompute.
-        mask: "" for the correct mask, or that of another system: `bottom right` (CacheBlend's code: with M
-            rows and N keys, row i sees keys up to N - M + i) or `blocks` (LMCache 0.5's sparse kernel: 32
-            selected rows see the keys before the block of 32 with the last row; rows of an incomplete block
-            get zeros).
+        imitates: "" for blending, or another system: `bottom-right mask` (CacheBlend's code: with M rows and
+            N keys, row i sees keys up to N - M + i), `block mask` (LMCache 0.5's sparse kernel: 32 selected
+            rows see the keys before the block of 32 with the last row; rows of an incomplete block get
+            zeros), or of `kvkit.lab.quality.peers`, `fewer documents` (`selection.ratio` of them, computed in
+            full) or `ape` (no rows, other attention).
+        context: what the documents were computed behind.
     """
 
     selection: Selection
-    mask: str = ""
+    imitates: str = ""
+    context: Context = "prefix"
 
 
 _K_DEVIATION = {ratio: Selection("k_deviation", ratio, 0) for ratio in (0.05, 0.15, 0.30)}
@@ -66,25 +73,29 @@ METHODS: Mapping[str, Method] = {
     "default .15, drift": Method(Selection(drift=0.5)),
     **{f"k deviation .{100 * ratio:02.0f}": Method(selection) for ratio, selection in _K_DEVIATION.items()},
     **{f"default .{100 * ratio:02.0f}": Method(Selection(ratio=ratio)) for ratio in _K_DEVIATION},
-    "k deviation .15, bottom-right mask": Method(_K_DEVIATION[0.15], "bottom right"),
-    "k deviation .15, block mask": Method(_K_DEVIATION[0.15], "blocks"),
+    "k deviation .15, bottom-right mask": Method(_K_DEVIATION[0.15], "bottom-right mask"),
+    "k deviation .15, block mask": Method(_K_DEVIATION[0.15], "block mask"),
     **{
         f"{name} .15": Method(Selection(name, 0.15, 0))
-        for name in ("cacheblend", "infoflow", "prophetkv", "qcfuse", "oracle", "oracle_change")
+        for name in ("cacheblend", "infoflow", "prophetkv", "qcfuse", "sparsex", "oracle", "oracle_change")
     },
+    "ape": Method(Selection("first_n", 0.0, 0), "ape"),
+    "fewer documents .25": Method(Selection("first_n", 0.25, 0), "fewer documents"),
 }
 _OPTIONS: Mapping[str, tuple[str, Callable[[str], float]]] = {
     "covering": ("coverage", float),
     "first": ("first_n", int),
 }
+_CONTEXTS: Mapping[str, Context] = {context: context for context in get_args(Context)}
 
 
 def method_named(name: str) -> Method:
     """Return one of `METHODS`, or build a method from "NAME .15": a blending method and its ratio.
 
-    NAME is "default", one of `kvkit.blend.methods.registry.METHODS` or package.module:name. Without a ratio,
-    the default's applies. In "NAME .40, covering .8" the option sets `Selection.coverage`, in "NAME .15,
-    first 8" `Selection.first_n`, which is otherwise 0 unless NAME is "default".
+    NAME is "default", one of `kvkit.blend.methods.registry.METHODS`, package.module:name or "fewer
+    documents". Without a ratio, the default's applies. In "NAME .40, covering .8" the option sets
+    `Selection.coverage`, in "NAME .15, first 8" `Selection.first_n`, which is otherwise 0 unless NAME is
+    "default". "NAME .15, alone" sets the context.
 
     Raises:
         BenchError: the name is none of `METHODS`, and its method, ratio or option is invalid.
@@ -94,23 +105,31 @@ def method_named(name: str) -> Method:
     base, *options = name.split(", ")
     method, _, ratio = base.rpartition(" ")
     settings: dict[str, Any] = {}
+    context: Context = "prefix"
     if re.fullmatch(r"[\d.]+", ratio):
         settings["ratio"] = float(ratio)
     else:
         method = base
     try:
-        selection = Selection() if method == "default" else Selection(method, first_n=0)
+        imitates = method if method == "fewer documents" else ""
+        selection = (
+            Selection() if method == "default" else Selection("first_n" if imitates else method, first_n=0)
+        )
         for option in options:
             option_name, _, value = option.partition(" ")
+            if option in _CONTEXTS:
+                context = _CONTEXTS[option]
+                continue
             if option_name not in _OPTIONS:
                 raise ValueError(f"{option!r} is not an option")
             field, convert = _OPTIONS[option_name]
             settings[field] = convert(value)
-        return Method(replace(selection, **settings))
+        return Method(replace(selection, **settings), imitates, context)
     except ValueError as error:
         if ":" in method:
             raise BenchError(f"methods: {name!r}: {error}") from error
-        option_hints = " or ".join(f"', {option_name} N'" for option_name in _OPTIONS)
+        hints = [*(f"{option_name} N" for option_name in _OPTIONS), *_CONTEXTS]
+        option_hints = " or ".join(f"', {hint}'" for hint in hints)
         raise BenchError(
             f"methods: {name!r}: {error}. Want some of {'; '.join(METHODS)}; or NAME .15, "
             f"also with {option_hints}"
@@ -125,7 +144,8 @@ class MeasuredModel:
     """Hugging Face causal language model, in eval mode, that measures continuations of prompts.
 
     Attributes:
-        lead: first tokens of every prompt by its tokenizer, int32 [n]; often `<bos>`, or empty.
+        lead: first tokens of every text by its tokenizer, int32 [n]; often `<bos>`, or empty.
+        system: system prompt of every prompt, which follows `lead`, int32 [n].
 
     Raises:
         LayoutError: the model's KV cannot be cached, see `probe_layout`.
@@ -133,9 +153,15 @@ class MeasuredModel:
 
     def __init__(self, model: Any) -> None:
         self.lead: NDArray[np.int32] = np.zeros(0, np.int32)
+        self.system: NDArray[np.int32] = np.zeros(0, np.int32)
         self.model, self.config = model, model.config
         self.layout = probe_layout(model)
         self.weights = model_fingerprint(model)
+
+    @property
+    def prefix(self) -> NDArray[np.int32]:
+        """First tokens of every prompt: `lead` and `system`."""
+        return np.concatenate([self.lead, self.system])
 
     def logits(self, ids: NDArray[np.int32], kv: GrowingCache, keep: int = 1) -> torch.Tensor:
         """Return logits [keep, V] of the last tokens of `ids` (0: of all); appends their KV to `kv`."""
@@ -161,7 +187,7 @@ class MeasuredModel:
 
 
 class Judge(MeasuredModel):
-    """Judge of methods on samples; every prompt and document follows `lead`.
+    """Judge of methods on samples; every prompt begins with `lead` and `system`.
 
     Args:
         auxiliary: auxiliary model of methods that need one.
@@ -176,8 +202,13 @@ class Judge(MeasuredModel):
         super().__init__(model)
 
     @torch.inference_mode()
-    def measure(self, sample: Sample, methods: Mapping[str, Method] = METHODS) -> dict[str, Measures]:
+    def measure(
+        self, sample: Sample, methods: Mapping[str, Method] = METHODS, answered: bool = False
+    ) -> dict[str, Measures]:
         """Return figures of every method, and of `full` recompute.
+
+        Args:
+            answered: measure no method if full recompute does not give the sample's answer.
 
         Returns:
             by method: kl, mean KL divergence from full recompute's distributions, in nats per token; top1,
@@ -186,7 +217,7 @@ class Judge(MeasuredModel):
             f1, of as many tokens generated greedily; rows, computed share of tokens * layers; seconds of the
             prefill after the reused KV is in place: CPU time of all threads, or wall time on a GPU.
         """
-        sample = sample.behind(self.lead)
+        sample = sample.behind(self.prefix)
         total = len(sample.prompt)
         room = total + len(sample.continuation)
         kv = GrowingCache(self.layout, room, self.decoder.device)
@@ -195,20 +226,57 @@ class Judge(MeasuredModel):
         seconds = _clock_s(self.decoder.device) - start_s
         full = self.follow(last, sample, kv)
         measured = {"full": figures_of(full, full, sample, 1.0, seconds) | self._f1(last, full, sample, kv)}
-        document_kv, plan = self.document_kv(sample, room)
+        if answered and not measured["full"].get("exact"):
+            return measured
+        contexts = {method.context for method in methods.values()}
+        documents = {context: self.document_kv(sample, room, context) for context in contexts}
         for name, method in methods.items():
+            if method.imitates == "fewer documents":
+                fewer = fewer_documents(sample, method.selection.ratio)
+                measured[name] = self._computed_in_full(fewer, full, total)
+                continue
+            document_kv, plan = documents[method.context]
             for layer, source in zip(kv.layers, document_kv.layers, strict=True):
                 layer.room_k.copy_(source.room_k)
                 layer.room_v.copy_(source.room_v)
-            start_s = _clock_s(self.decoder.device)
-            blended = self._blend(method, sample, plan, kv)
-            seconds = _clock_s(self.decoder.device) - start_s
-            kv.mark_filled(total)
-            logits = self.follow(blended.logits[None], sample, kv)
-            rows = blended.row_layers / (total * self.decoder.layers)
-            measured[name] = figures_of(full, logits, sample, rows, seconds)
-            measured[name] |= self._f1(blended.logits[None], logits, sample, kv)
+            question = int(plan.question_positions[0])
+            with ExitStack() as stack:
+                if method.imitates == "ape":
+                    stack.enter_context(adaptive_parallel_encoding(self.model, len(self.prefix), question))
+                measured[name] = self._blended(method, sample, plan, kv, full)
         return measured
+
+    def _computed_in_full(self, sample: Sample, full: torch.Tensor, total: int) -> Measures:
+        """Return figures of a prompt other than that of `full`, of `total` tokens; reuses its prefix only."""
+        kv = GrowingCache(self.layout, len(sample.prompt) + len(sample.continuation), self.decoder.device)
+        if len(self.prefix):
+            self.logits(self.prefix, kv)
+        start_s, rest = _clock_s(self.decoder.device), sample.prompt[len(self.prefix) :]
+        last = self.logits(rest, kv)
+        seconds = _clock_s(self.decoder.device) - start_s
+        logits = self.follow(last, sample, kv)
+        figures = figures_of(full, logits, sample, len(rest) / total, seconds)
+        return figures | self._f1(last, logits, sample, kv)
+
+    def _blended(
+        self, method: Method, sample: Sample, plan: BlendPlan, kv: GrowingCache, full: torch.Tensor
+    ) -> Measures:
+        """Return figures of a method, given the KV of prefix and documents in `kv`, which it mutates."""
+        total, start_s = len(sample.prompt), _clock_s(self.decoder.device)
+        if method.imitates == "ape":
+            kv.mark_filled(total - len(plan.computed))
+            last, row_layers = (
+                self.logits(sample.prompt[plan.computed], kv),
+                len(plan.computed) * self.decoder.layers,
+            )
+        else:
+            blended = self._blend(method, sample, plan, kv)
+            last, row_layers = blended.logits[None], blended.row_layers
+        seconds = _clock_s(self.decoder.device) - start_s
+        kv.mark_filled(total)
+        logits = self.follow(last, sample, kv)
+        figures = figures_of(full, logits, sample, row_layers / (total * self.decoder.layers), seconds)
+        return figures | self._f1(last, logits, sample, kv)
 
     def _f1(self, last: torch.Tensor, logits: torch.Tensor, sample: Sample, kv: GrowingCache) -> Measures:
         """Return the F1 of the answer's tokens; truncates `kv` to the prompt if it generates."""
@@ -220,30 +288,53 @@ class Judge(MeasuredModel):
         kv.mark_filled(len(sample.prompt))
         return {"f1": f1(self.generate_answer(last, sample, kv), answer)}
 
-    def document_kv(self, sample: Sample, room: int) -> tuple[GrowingCache, BlendPlan]:
-        """Return the documents' KV and the plan; each is computed alone after `lead`, then rotated."""
-        document_kv, lead = GrowingCache(self.layout, room, self.decoder.device), len(self.lead)
-        for start, stop in sample.documents:
-            ids = np.concatenate([self.lead, sample.prompt[start:stop]])
-            single_kv = GrowingCache(self.layout, len(ids), self.decoder.device)
-            self.logits(ids, single_kv)
-            shifts = np.repeat([0, start - lead], [lead, stop - start])
-            rotations = torch.from_numpy(self.decoder.rope.delta_table(shifts)).to(self.decoder.device)
-            positions = torch.from_numpy(np.r_[:lead, start:stop]).to(self.decoder.device)
-            for target, source in zip(document_kv.layers, single_kv.layers, strict=True):
-                target.room_k[:, :, positions] = reference.rotate(source.room_k, rotations, self.decoder.rope)
-                target.room_v[:, :, positions] = source.room_v
-        spans = [Span(start, stop, lead, exact=start == lead) for start, stop in sample.documents]
-        return document_kv, plan_blend(len(sample.prompt), lead if spans else 0, spans)
+    def document_kv(
+        self, sample: Sample, room: int, context: Context = "prefix"
+    ) -> tuple[GrowingCache, BlendPlan]:
+        """Return the KV of the prefix and the documents of a prompt, and the plan.
+
+        Each document is computed in its `context`, then rotated to its place.
+        """
+        found, prefix = GrowingCache(self.layout, room, self.decoder.device), len(self.prefix)
+        if prefix:
+            self.logits(self.prefix, found)
+        for layer in found.layers:
+            layer.room_k[:, :, prefix:] = layer.room_v[:, :, prefix:] = 0.0
+        texts = context_texts(sample, self.lead, self.system, context)
+        shares = Counter(i for text in texts for i in text.starts)
+        spans: dict[int, Span] = {}
+        for text in texts:
+            computed = GrowingCache(self.layout, len(text.tokens), self.decoder.device)
+            self.logits(text.tokens, computed)
+            for i, first in text.starts.items():
+                start, stop = sample.documents[i]
+                self._add_moved(computed, found, first, (start, stop), 1 / shares[i])
+                exact = np.array_equal(text.tokens[:first], sample.prompt[:start])
+                spans[i] = Span(start, stop, first, exact)
+        in_order = [spans[i] for i in sorted(spans)]
+        return found, plan_blend(len(sample.prompt), prefix, in_order)
+
+    def _add_moved(
+        self, source: GrowingCache, target: GrowingCache, first: int, place: tuple[int, int], share: float
+    ) -> None:
+        """Add a share of the KV from position `first` on in `source`, moved to its place in `target`."""
+        start, stop = place
+        here, there = slice(first, first + stop - start), slice(start, stop)
+        shifts = np.full(stop - start, start - first)
+        rotations = torch.from_numpy(self.decoder.rope.delta_table(shifts)).to(self.decoder.device)
+        for old, new in zip(source.layers, target.layers, strict=True):
+            moved = reference.rotate(old.keys[:, :, here], rotations, self.decoder.rope)
+            new.room_k[:, :, there] += share * moved
+            new.room_v[:, :, there] += share * old.values[:, :, here]
 
     def _blend(self, method: Method, sample: Sample, plan: BlendPlan, kv: GrowingCache) -> Blended:
         pages = paged(kv)
-        if method.mask == "blocks":
+        if method.imitates == "block mask":
             imitation = _BlockMask(self.decoder, plan)
             return blend(
                 imitation, pages, sample.prompt, plan, method.selection, last_keys=imitation.last_keys
             )
-        last_keys = _bottom_right(plan.tokens) if method.mask else None
+        last_keys = _bottom_right(plan.tokens) if method.imitates else None
         selection, auxiliary = method.selection, self.auxiliary
         return blend(
             self.decoder, pages, sample.prompt, plan, selection, last_keys=last_keys, auxiliary=auxiliary
@@ -280,7 +371,7 @@ def _bottom_right(tokens: int) -> LastKeys:
 
 
 class _BlockMask(HuggingFaceDecoder):
-    """Decoder with the attention mask of LMCache's sparse kernel for selected rows; see `Method.mask`."""
+    """Decoder with the attention mask of LMCache's sparse kernel for selected rows; see `Method.imitates`."""
 
     def __init__(self, decoder: HuggingFaceDecoder, plan: BlendPlan) -> None:
         vars(self).update(vars(decoder))  # the same model: avoids probing it again
@@ -344,6 +435,8 @@ def load_measured(model: str | None, console: Console, make: Callable[[Any], M])
 
     def encode(text: str) -> list[int]:
         return list(tokenizer(text, add_special_tokens=False)["input_ids"])
+
+    measured.system = np.array(encode(SYSTEM_PROMPT), np.int32)
 
     return measured, encode
 

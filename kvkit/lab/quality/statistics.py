@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Hashable, Sequence
 
@@ -39,6 +40,21 @@ def resampled_means(values: NDArray[np.float64], seed: int = 0) -> NDArray[np.fl
     picks = default_rng(seed).integers(0, len(values), (RESAMPLES, len(values)))
     means: NDArray[np.float64] = values[picks].mean(1)
     return means
+
+
+def wilson(successes: int, trials: int) -> tuple[float, float]:
+    """Return the 95 % interval of a share (Wilson 1927, https://doi.org/10.1080/01621459.1927.10502953).
+
+    Raises:
+        ValueError: there are no trials.
+    """
+    if trials < 1:
+        raise ValueError(f"trials={trials}: want at least 1")
+    share, z = successes / trials, 1.959964
+    centre = share + z * z / (2 * trials)
+    half = z * math.sqrt(share * (1 - share) / trials + (z / (2 * trials)) ** 2)
+    scale = 1 + z * z / trials
+    return max(0.0, (centre - half) / scale), min(1.0, (centre + half) / scale)
 
 
 def paired_p(values: NDArray[np.float64], baseline: NDArray[np.float64], seed: int = 0) -> float:

@@ -15,6 +15,11 @@ Texts = list[tuple[str, list[int]]]
 
 DOCUMENT_TOKENS = 256
 CONTINUATION_TOKENS = 32
+SYSTEM_PROMPT = (
+    "You are a careful assistant. Below are excerpts that were found for the user, one after another. "
+    "Read all of them, then do what is asked at the end.\n\n"
+)
+"""The beginning of every measured prompt, as of a retrieval service."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
