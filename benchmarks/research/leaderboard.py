@@ -1,11 +1,11 @@
 """The leaderboard of blending methods: what measures it, model by model, and its tables and picture.
 
-python -m benchmarks.research.leaderboard [smollm2, gemma, a hub id or a folder, ...] [--samples N]
+python -m benchmarks.research.leaderboard [smollm2, qwen-0.5b, a hub id or a folder, ...] [--tokens N]
 python -m benchmarks.report.tables && python -m benchmarks.report.pictures
 
 Measures every task by every method of every model, on a GPU where there is one, into
-results/leaderboard-MODEL-MACHINE.json. What was measured before is not measured again, so that samples can
-be added; it lies beside, in a .jsonl file.
+results/leaderboard-MODEL-MACHINE.json, over prompts that full recompute answers. What was measured before is
+not measured again, so that samples and methods can be added; it lies beside, in a .jsonl file.
 """
 
 from __future__ import annotations
@@ -20,40 +20,58 @@ from typing import Any
 
 from benchmarks.folders import RESULTS
 from kvkit.environment import slug, slug_of
-from kvkit.lab.quality.comparison import BASELINE
+from kvkit.lab.quality.tasks.sample import DOCUMENT_TOKENS
 from kvkit.lab.simulate.report import panels
 
-MODELS = ("smollm2", "gemma")
-METHODS = (
-    *("naive", "default .15", "default .15, drift", "first_n .15", "random .15", "k deviation .15"),
-    *(f"{name} .15" for name in ("cacheblend", "infoflow", "prophetkv", "qcfuse", "cacheclip")),
-    "prophetkv .15, first 8",
-    *("oracle .15", "oracle_change .15"),
-)
-TASKS = (
-    *("needle", "needle keys", "needle values", "needle queries", "tracking", "words", "qa", "hops"),
-    *("classify", "code"),
-)
+MODELS = ("smollm2", "qwen-0.5b")
+RATIO = 0.15
+TASKS = ("retrieval", "needle", "needle keys", "qa", "hops", "classify", "code")
 ANSWERED = 0.3
 """Of the samples of a task, so that it tells how many of full recompute's answers are kept."""
 CLOSE = 1.6
 """Of figures on a logarithmic scale, one over the other."""
 
 
+def methods_at(tokens: int) -> tuple[str, ...]:
+    """Return the methods for prompts of about `tokens` tokens; others are compared with the first one.
+
+    Behind the system prompt the first document is exact, and a ratio counts reused tokens: it is larger by so
+    much that all methods compute as many rows as `RATIO` of documents that were computed alone.
+    """
+    documents = max(2, tokens // DOCUMENT_TOKENS)
+    alone, share = _ratio(RATIO), _ratio(RATIO * documents / (documents - 1))
+    return (
+        *(f"prophetkv {share}, first 8", f"question_attention {share}, first 8"),
+        *(f"prophetkv {alone}, first 8, {context}" for context in ("alone", "related", "anchored")),
+        f"question_attention {alone}, first 8, alone",
+        *("naive", "naive, alone", "naive, related", "naive, anchored", "ape"),
+        f"fewer documents {_ratio(max(RATIO, 1 / documents))}",
+        *(f"{name} {share}" for name in ("first_n", "random", "k_deviation", "cacheblend", "prophetkv")),
+        *(f"{name} {share}" for name in ("infoflow", "qcfuse", "sparsex", "cacheclip")),
+        *(f"{name} {share}, first 8" for name in ("infoflow", "qcfuse", "oracle", "oracle_change")),
+    )
+
+
+def _ratio(share: float) -> str:
+    return f"{share:.2f}".removeprefix("0")
+
+
 def commands(arguments: Sequence[str]) -> Iterator[list[str]]:
     """The arguments of `kvkit` that measure each model that is asked for."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.research.leaderboard")
     parser.add_argument("models", nargs="*", default=MODELS)
-    parser.add_argument("--samples", type=int, default=10, help="of each task")
+    parser.add_argument("--samples", type=int, default=50, help="of each task, which full recompute answers")
     parser.add_argument("--tokens", type=int, default=1024, help="of a prompt, about")
     parser.add_argument("--tasks", default="; ".join(TASKS), help="as of kvkit bench blend")
+    parser.add_argument("--methods", default="", help="as of kvkit bench blend; default: all of the board's")
     parser.add_argument("--auxiliary", default="gemma", help="by which cacheclip chooses")
     asked = parser.parse_args(arguments)
     size = "" if asked.tokens == parser.get_default("tokens") else f"-{asked.tokens}"
     for model in asked.models:
         file = RESULTS / f"leaderboard-{slug_of(Path(model).name)}{size}-{slug()}.json"
+        methods = asked.methods or "; ".join(methods_at(asked.tokens))
         yield [
-            *("bench", "blend", "--methods", "; ".join(METHODS), "--tasks", asked.tasks),
+            *("bench", "blend", "--methods", methods, "--tasks", asked.tasks, "--answered"),
             *("--samples", str(asked.samples), "--tokens", str(asked.tokens)),
             *("--auxiliary", asked.auxiliary, "--json", str(file)),
             *(() if model == "smollm2" else ("--model", model)),
@@ -81,7 +99,7 @@ def methods(entries: Sequence[dict[str, Any]]) -> list[list[str]]:
             shown = means[name]
             figures = (("kl", ".3f"), ("exact", ".2f"), ("f1", ".2f"), ("f1_ahead", "+.2f"))
             cells = [f"{shown['rows']:.1%}", *(_shown(shown, figure, form) for figure, form in figures)]
-            cells[-1] = "" if name == BASELINE else cells[-1]
+            cells[-1] = "" if not shown.get("f1_ahead") else cells[-1]
             about = (f"{shown['speedup']:.1f}×", str(shown["samples"]), entry["commit"])
             rows.append([_named(entry), name, *cells, *about])
     return rows

@@ -6,7 +6,7 @@ import itertools
 import json
 import re
 import sys
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -159,6 +159,7 @@ def test_a_name_says_what_is_selected() -> None:
     assert method_named("default .40, covering .65, first 4").selection == both
     assert method_named("default .15, alone") == Method(Selection(), context="alone")
     assert method_named("infoflow .20, related, first 2").context == "related"
+    assert method_named("naive, alone") == replace(METHODS["naive"], context="alone")
     for wrong in (
         "default .15, beside",
         "default .15, last 8",

@@ -25,7 +25,6 @@ from kvkit.lab.simulate.report import panels
 from kvkit.observe.progress import Report, counted
 
 FIGURES = ("kl", "top1", "exact", "f1")
-BASELINE = "default .15"
 MOST_DRAWN = 6
 """Samples drawn of a set, for each that is wanted, to find those that full recompute answers."""
 GATE_SAMPLES = 4
@@ -142,8 +141,8 @@ def overall(entries: Sequence[Mapping[str, Any]]) -> dict[str, dict[str, Any]]:
     """Return mean figures over the sets by method; `exact` and `f1` over sets with answers.
 
     Sets have equal weight. Intervals come from resampling within each set. `kl_ahead`, `exact_ahead`,
-    `f1_ahead`: the figure minus that of the baseline (`BASELINE`, else the first method), with the interval
-    over the same resamples. `kept`: share of the prompts that full recompute answers that the method answers,
+    `f1_ahead`: the figure minus that of the baseline, the first method, with the interval over the same
+    resamples. `kept`: share of the prompts that full recompute answers that the method answers,
     too, with Wilson's interval, and their number `answered`.
     """
     sets, summaries = _by_set(entries), summarise(entries)
@@ -175,8 +174,8 @@ def overall(entries: Sequence[Mapping[str, Any]]) -> dict[str, dict[str, Any]]:
 
 
 def _baseline(names: Sequence[str]) -> str:
-    """Return the method that others are compared with; `full` is the first of `names`."""
-    return BASELINE if BASELINE in names else names[min(1, len(names) - 1)]
+    """Return the method that others are compared with, the first one after `full`."""
+    return names[min(1, len(names) - 1)]
 
 
 def _resampled(

@@ -103,30 +103,22 @@ def method_named(name: str) -> Method:
     if name in METHODS:
         return METHODS[name]
     base, *options = name.split(", ")
-    method, _, ratio = base.rpartition(" ")
-    settings: dict[str, Any] = {}
-    context: Context = "prefix"
-    if re.fullmatch(r"[\d.]+", ratio):
-        settings["ratio"] = float(ratio)
-    else:
-        method = base
     try:
-        imitates = method if method == "fewer documents" else ""
-        selection = (
-            Selection() if method == "default" else Selection("first_n" if imitates else method, first_n=0)
-        )
+        built = METHODS.get(base) or _with_ratio(base)
+        settings: dict[str, Any] = {}
+        context = built.context
         for option in options:
             option_name, _, value = option.partition(" ")
             if option in _CONTEXTS:
                 context = _CONTEXTS[option]
-                continue
-            if option_name not in _OPTIONS:
+            elif option_name in _OPTIONS:
+                field, convert = _OPTIONS[option_name]
+                settings[field] = convert(value)
+            else:
                 raise ValueError(f"{option!r} is not an option")
-            field, convert = _OPTIONS[option_name]
-            settings[field] = convert(value)
-        return Method(replace(selection, **settings), imitates, context)
+        return replace(built, selection=replace(built.selection, **settings), context=context)
     except ValueError as error:
-        if ":" in method:
+        if ":" in base:
             raise BenchError(f"methods: {name!r}: {error}") from error
         hints = [*(f"{option_name} N" for option_name in _OPTIONS), *_CONTEXTS]
         option_hints = " or ".join(f"', {hint}'" for hint in hints)
@@ -134,6 +126,20 @@ def method_named(name: str) -> Method:
             f"methods: {name!r}: {error}. Want some of {'; '.join(METHODS)}; or NAME .15, "
             f"also with {option_hints}"
         ) from error
+
+
+def _with_ratio(name: str) -> Method:
+    """Return the method of a name and perhaps a ratio.
+
+    Raises:
+        ValueError: there is no such method, or the ratio is invalid.
+    """
+    method, _, ratio = name.rpartition(" ")
+    settings: dict[str, Any] = {"ratio": float(ratio)} if re.fullmatch(r"[\d.]+", ratio) else {}
+    method = method if settings else name
+    if method == "fewer documents":
+        return Method(Selection("first_n", first_n=0, **settings), method)
+    return Method(Selection(**settings) if method == "default" else Selection(method, first_n=0, **settings))
 
 
 class NotBlendable(BenchError):
