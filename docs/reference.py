@@ -101,6 +101,7 @@ API = (
     "adapters.huggingface.growing",
     "adapters.huggingface.steps",
     "adapters.huggingface.blended",
+    "adapters.huggingface.latent",
     "adapters.huggingface.auxiliary",
     "adapters.huggingface.smollm2",
     "adapters.huggingface.packaged",

@@ -14,6 +14,7 @@ from typing import Any, cast
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from kvkit.adapters.engine.lookup_request import TokenIds
 from kvkit.adapters.huggingface.cached import CachedModel, CacheOwner
@@ -33,6 +34,7 @@ from kvkit.format.layout import LayoutError, Namespace, layer_windows
 from kvkit.format.rope import Rope, Rotation
 from kvkit.kernels.attention.layer import Scoring
 from kvkit.kernels.checks import LaunchError
+from kvkit.kernels.pages import reference
 from kvkit.transfer.policy import DEFAULT_REQUEST_POLICY, RequestPolicy
 
 _PROBE_TOKENS = 12
@@ -57,14 +59,14 @@ class HuggingFaceDecoder:
         self._require(self.base, "layers", "norm", "embed_tokens", "rotary_emb")
         block = self.base.layers[0]
         self._require(block, "self_attn", "mlp", "input_layernorm", "post_attention_layernorm")
-        self._require(block.self_attn, "q_proj", "k_proj", "v_proj", "o_proj", "head_dim", "scaling")
+        rotary_channels = self._verify_parts(block.self_attn)
         self._require(self.base.rotary_emb, "inv_freq")
         if getattr(config, "num_kv_shared_layers", None):
             raise BlendError(f"model type {self.kind!r}: its layers share KV, which cannot be blended")
         self.layers = len(self.base.layers)
         self.device: torch.device = next(model.parameters()).device
         self.windows = layer_windows(config, self.layers)
-        self.rope = self._matching_rope()
+        self.rope = self._matching_rope(rotary_channels)
 
     def attention(self, layer: int) -> Attention:
         scale = float(self.base.layers[layer].self_attn.scaling)
@@ -94,13 +96,32 @@ class HuggingFaceDecoder:
     def logits(self, h: torch.Tensor) -> torch.Tensor:
         return cast(torch.Tensor, self.model.get_output_embeddings()(self.base.norm(h)))
 
+    def pages(self, kv: GrowingCache) -> PagedKV:
+        """Return a cache of this model as pages."""
+        return paged(kv)
+
+    def write_back(self, pages: PagedKV, kv: GrowingCache) -> None:
+        """Write `pages` to the cache that they were made of, unless they share its memory. Mutates `kv`."""
+
+    def moved(
+        self, k: torch.Tensor, v: torch.Tensor, shifts: NDArray[np.int64]
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return K and V of a cache's layer, [B, H, T, ...], with tokens moved by `shifts`, [T]."""
+        table = torch.from_numpy(self.rope.delta_table(shifts)).to(k.device)
+        return reference.rotate(k, table, self.rope), v
+
+    def _verify_parts(self, attention: Any) -> int:
+        """Check that an attention layer has what `qkv` needs; return the most rotary channels of a head."""
+        self._require(attention, "q_proj", "k_proj", "v_proj", "o_proj", "head_dim", "scaling")
+        return int(attention.head_dim)
+
     def _require(self, module: Any, *names: str) -> None:
         for name in names:
             if not hasattr(module, name):
                 reason = f"{type(module).__name__} lacks {name}, not Llama-like"
                 raise BlendError(f"model type {self.kind!r}: {reason}")
 
-    def _matching_rope(self) -> Rope:
+    def _matching_rope(self, most_channels: int) -> Rope:
         """Return the rope with the order of channels that reproduces the model's results."""
         rotary = self.base.rotary_emb
         frequencies = tuple(rotary.inv_freq.double().tolist())
@@ -108,7 +129,7 @@ class HuggingFaceDecoder:
         differences = {}
         for interleaved in (False, True):
             self.rope = Rope(frequencies, interleaved, scale=scale)
-            if self.rope.channels > self.base.layers[0].self_attn.head_dim:
+            if self.rope.channels > most_channels:
                 break
             differences[interleaved] = self._difference()
             if differences[interleaved] < (1e-3 if self.model.dtype == torch.float32 else 0.1):
@@ -127,7 +148,9 @@ class HuggingFaceDecoder:
             layout = probe_layout(self.model)
             model_kv, own_kv = (GrowingCache(layout, _PROBE_TOKENS, self.device) for _ in range(2))
             expected = [forward(self.model, ids, model_kv)]
-            actual = [recompute(self, paged(own_kv), ids, plan_blend(len(ids)), np.zeros(0, np.int32)).logits]
+            pages = self.pages(own_kv)
+            actual = [recompute(self, pages, ids, plan_blend(len(ids)), np.zeros(0, np.int32)).logits]
+            self.write_back(pages, own_kv)
         except (LayoutError, LaunchError, RuntimeError, TypeError) as error:
             raise BlendError(f"model type {self.kind!r}: does not run as Llama does: {error}") from error
         for a, b in zip(model_kv.layers, own_kv.layers, strict=True):

@@ -21,13 +21,13 @@ from rich.console import Console
 
 from kvkit.adapters.huggingface import smollm2
 from kvkit.adapters.huggingface.auxiliary import AuxiliaryModel
-from kvkit.adapters.huggingface.blended import HuggingFaceDecoder, paged
+from kvkit.adapters.huggingface.blended import HuggingFaceDecoder
 from kvkit.adapters.huggingface.fingerprint import model_fingerprint
 from kvkit.adapters.huggingface.growing import GrowingCache
+from kvkit.adapters.huggingface.latent import decoder_of
 from kvkit.adapters.huggingface.probe import probe_layout
 from kvkit.blend.plan import BlendError, BlendPlan, Selection, Span, plan_blend
 from kvkit.blend.run import Blended, LastKeys, Positions, Reader, blend
-from kvkit.kernels.pages import reference
 from kvkit.lab.files import BenchError, load_model, load_tokenizer, model_folder
 from kvkit.lab.quality.contexts import Context, context_texts
 from kvkit.lab.quality.peers import adaptive_parallel_encoding, fewer_documents
@@ -203,7 +203,7 @@ class Judge(MeasuredModel):
     """
 
     def __init__(self, model: Any, auxiliary: Reader | None = None) -> None:
-        self.decoder = HuggingFaceDecoder(model)
+        self.decoder = decoder_of(model)
         self.auxiliary = auxiliary
         super().__init__(model)
 
@@ -327,24 +327,31 @@ class Judge(MeasuredModel):
         start, stop = place
         here, there = slice(first, first + stop - start), slice(start, stop)
         shifts = np.full(stop - start, start - first)
-        rotations = torch.from_numpy(self.decoder.rope.delta_table(shifts)).to(self.decoder.device)
         for old, new in zip(source.layers, target.layers, strict=True):
-            moved = reference.rotate(old.keys[:, :, here], rotations, self.decoder.rope)
-            new.room_k[:, :, there] += share * moved
-            new.room_v[:, :, there] += share * old.values[:, :, here]
+            k, v = self.decoder.moved(old.keys[:, :, here], old.values[:, :, here], shifts)
+            new.room_k[:, :, there] += share * k
+            new.room_v[:, :, there] += share * v
 
     def _blend(self, method: Method, sample: Sample, plan: BlendPlan, kv: GrowingCache) -> Blended:
-        pages = paged(kv)
+        pages, decoder = self.decoder.pages(kv), self.decoder
+        last_keys: LastKeys | None = None
         if method.imitates == "block mask":
-            imitation = _BlockMask(self.decoder, plan)
-            return blend(
-                imitation, pages, sample.prompt, plan, method.selection, last_keys=imitation.last_keys
-            )
-        last_keys = _bottom_right(plan.tokens) if method.imitates else None
-        selection, auxiliary = method.selection, self.auxiliary
-        return blend(
-            self.decoder, pages, sample.prompt, plan, selection, last_keys=last_keys, auxiliary=auxiliary
+            kind: type[_BlockMask] = type("BlockMask", (_BlockMask, type(self.decoder)), {})
+            decoder = imitation = kind(self.decoder, plan)
+            last_keys = imitation.last_keys
+        elif method.imitates:
+            last_keys = _bottom_right(plan.tokens)
+        blended = blend(
+            decoder,
+            pages,
+            sample.prompt,
+            plan,
+            method.selection,
+            last_keys=last_keys,
+            auxiliary=self.auxiliary,
         )
+        self.decoder.write_back(pages, kv)
+        return blended
 
 
 def _clock_s(device: torch.device) -> float:
