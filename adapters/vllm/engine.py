@@ -120,8 +120,8 @@ class VllmEngine:
         """Return whether vLLM's own prefix cache has blocks that it cannot reset."""
         return compat.keeps_cached_blocks(self.kv_cache_manager)
 
-    def encode(self, text: str) -> list[int]:
-        """Return the token ids of `text`, a mark before or after a document."""
+    def encode(self, text: str, special: bool = False) -> list[int]:
+        """Return the token ids of `text`; `special`: with those that the tokenizer adds, such as `<bos>`."""
         tokenizer = compat.find("cached_tokenizer_from_config")(self._vllm_config.model_config)
-        ids: list[int] = tokenizer.encode(text, add_special_tokens=False)
+        ids: list[int] = tokenizer.encode(text, add_special_tokens=special)
         return ids

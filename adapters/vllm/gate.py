@@ -59,8 +59,11 @@ def verdict_name(vllm_config: Any, option: str, unless: str) -> str:
     return folder_name(folder, name) if folder.is_dir() else name
 
 
-def check_model(vllm_config: Any, selection: Selection, unless: str) -> None:
+def check_model(vllm_config: Any, selection: Selection, unless: str) -> gate.Context:
     """Refuse an engine whose model has not been found fit for blending.
+
+    Returns:
+        context in which documents are to be computed.
 
     Raises:
         BlendError: as `kvkit.blend.gate.check`, or the engine changes the model's config.
@@ -69,7 +72,7 @@ def check_model(vllm_config: Any, selection: Selection, unless: str) -> None:
         name = verdict_name(vllm_config, "--blend", unless)
     except ConfigError as error:
         raise BlendError(str(error)) from error
-    gate.check(name, selection, unless)
+    return gate.check(name, selection, unless)
 
 
 def check_precision(vllm_config: Any, precision: Precision, unless: str) -> None:

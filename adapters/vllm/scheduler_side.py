@@ -23,6 +23,7 @@ from kvkit.adapters.vllm.planner import SchedulerConfig
 from kvkit.adapters.vllm.scheduler import Scheduler
 from kvkit.adapters.vllm.settings import Settings
 from kvkit.adapters.vllm.step import WorkerReport
+from kvkit.blend.gate import Context
 from kvkit.blend.plan import Selection
 from kvkit.config import Config
 
@@ -62,7 +63,7 @@ class SchedulerSide:
         sends_events: bool,
     ) -> None:
         self._settings, self._config, self._tables = settings, config, tables
-        _check_models(vllm_config, settings, config)
+        self._context = _check_models(vllm_config, settings, config)
         shutdown.log_short_limits(config, vllm_config)
         if not stores:
             log.info("records hold the heads of several ranks: each rank loads its part, and stores nothing")
@@ -101,7 +102,8 @@ class SchedulerSide:
         marks = requests.Marks.of(blend.marks, self.engine.encode) if blend.marks else None
         windows = tuple(pages.window_of(spec, config.chunk_tokens) for spec in self._tables)
         scratch = ScratchBlocks(manager, config.block_tokens, windows)
-        read = partial(requests.read, settings=blend, marks=marks)
+        lead = self.engine.encode("", special=True) if marks and self._context == "alone" else None
+        read = partial(requests.read, settings=blend, marks=marks, lead=lead)
         self.scheduler.bind(private, BlendPlanner(config, self.engine, read, private, scratch))
 
     def update_from_output(self, output: KVConnectorOutput) -> None:
@@ -130,13 +132,15 @@ class SchedulerSide:
         return CacheHitSource.HOST if self._config.tiers[tier].in_memory else CacheHitSource.DISK
 
 
-def _check_models(vllm_config: Any, settings: Settings, config: Config) -> None:
-    """Refuse an engine whose model has not been found fit for its settings."""
+def _check_models(vllm_config: Any, settings: Settings, config: Config) -> Context:
+    """Refuse an engine whose model has not been found fit for its settings; return documents' context."""
     blend = settings.blend
+    context: Context = "prefix"
     if blend is not None and not blend.unchecked:
         selection = Selection(blend.methods[0], blend.ratio, coverage=blend.coverage)
-        check_model(vllm_config, selection, "blend.unchecked = true")
+        context = check_model(vllm_config, selection, "blend.unchecked = true")
     config.check_model(partial(check_precision, vllm_config))
+    return context if blend is None or blend.context == "auto" else blend.context
 
 
 def _open_events(vllm_config: Any, config: Config, hash_tokens: int) -> Events:

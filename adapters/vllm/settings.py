@@ -51,6 +51,12 @@ class BlendSettings(BaseModel):
         description="texts before and after each document, for prompts whose requests do not name documents; "
         "two special tokens of the model work best",
     )
+    context: Literal["auto", "prefix", "alone"] = Field(
+        default="auto",
+        description="what documents between marks are computed behind if requests do not state a prefix: "
+        "`prefix`, what stands before the first one; `alone`, nothing; `auto`, what `kvkit doctor --blend` "
+        "found better for the model, and `prefix` if unchecked",
+    )
     split: bool = Field(
         default=False, description="whether to cut prompts without documents into documents, by content"
     )

@@ -7,11 +7,14 @@ import math
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal, get_args
 
 from kvkit.blend.plan import BlendError, Selection
 from kvkit.environment import keep_verdict, verdict_path
 
+Context = Literal["prefix", "alone"]
+"""What documents are computed behind: their prompt's prefix, such as a system prompt, or nothing."""
+_CONTEXTS: Mapping[str, Context] = {context: context for context in get_args(Context)}
 MAX_KL = 0.1
 """Maximum KL divergence with which blending may be enabled, in nats per token."""
 MAX_OF_NAIVE = 0.5
@@ -44,23 +47,29 @@ def path_of(name: str) -> Path:
     return verdict_path("blend", name)
 
 
-def keep(names: Iterable[str], selection: Selection, measured: Mapping[str, Any]) -> list[Path]:
+def keep(
+    names: Iterable[str], selection: Selection, context: Context, measured: Mapping[str, Any]
+) -> list[Path]:
     """Write a decision (`passed`) and its figures for `check`; return the paths.
 
     Args:
         names: names under which `check` looks for the weights; each adapter has its own.
+        context: context in which documents are to be computed.
     """
-    content = {"passed": measured["passed"], "selection": asdict(selection), "measured": dict(measured)}
-    return keep_verdict("blend", names, content)
+    decision = {"passed": measured["passed"], "selection": asdict(selection), "context": context}
+    return keep_verdict("blend", names, decision | {"measured": dict(measured)})
 
 
-def check(name: str, selection: Selection, unless: str) -> None:
+def check(name: str, selection: Selection, unless: str) -> Context:
     """Refuse weights that did not pass the measurement of blending with this selection.
 
     Weights that passed with a ratio pass with a larger one: more is recomputed.
 
     Args:
         unless: setting that enables blending without the check, for the message.
+
+    Returns:
+        context in which documents are to be computed.
 
     Raises:
         BlendError: the weights were not measured, were measured with another selection, or failed.
@@ -71,6 +80,7 @@ def check(name: str, selection: Selection, unless: str) -> None:
         path = path_of(name)
         verdict = json.loads(path.read_text())
         passed, measured_with = verdict["passed"], Selection(**verdict["selection"])
+        context = _CONTEXTS[verdict["context"]]
     except (OSError, ValueError, LookupError, TypeError, RecursionError):
         raise BlendError(f"blending has not been measured with these weights ({path}): {advice}") from None
     if selection.ratio < measured_with.ratio or selection != replace(measured_with, ratio=selection.ratio):
@@ -79,3 +89,4 @@ def check(name: str, selection: Selection, unless: str) -> None:
         raise BlendError(
             f"blending changes the output of these weights too much ({path}): use others, or set {unless}"
         )
+    return context

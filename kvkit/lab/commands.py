@@ -16,7 +16,8 @@ if TYPE_CHECKING:
 
 bench = typer.Typer(help="Run benchmarks on this machine.", no_args_is_help=True)
 Model = Annotated[
-    str | None, typer.Option(help="hub id, folder or gemma (270M); default: SmolLM2-135M, from PyPI")
+    str | None,
+    typer.Option(help="hub id, folder, gemma, qwen-0.5b or qwen-1.5b; default: SmolLM2-135M, from PyPI"),
 ]
 Figures = Annotated[Path, typer.Option("--json", help="where to write the figures")]
 
@@ -103,7 +104,7 @@ def bench_blend(
     """
     from rich.console import Console
 
-    from kvkit.lab.files import check_folders, measuring, model_folder
+    from kvkit.lab.files import BenchError, check_folders, measuring, model_folder
     from kvkit.lab.quality import comparison as quality
     from kvkit.lab.quality.in_vllm import opened
     from kvkit.lab.quality.judge import METHODS, Judge, load_auxiliary, method_named
@@ -124,6 +125,8 @@ def bench_blend(
         chosen: Any = {"methods": measured, "sets": sets, "answered": answered}
         work = quality.run(judge, encode, samples_path, count=samples, tokens=tokens, **chosen)
         entries = list(counted(work, "samples", samples * len(sets), timed(console)))
+    if not entries:
+        raise BenchError("answered: full recompute answers no sample of these tasks")
     name = Path(folder).name if Path(folder).is_dir() else folder
     settings = {"model": name, "samples": samples, "tokens": tokens, "answered": answered, "seed": 0}
     _write_blend(entries, results, settings, console)

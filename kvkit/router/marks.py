@@ -73,6 +73,8 @@ def extract_documents(
     if isinstance(blend, dict) and isinstance(blend.get("prefix"), str):
         prefix = _prefix(blend["prefix"], request)
         blend = {name: value for name, value in blend.items() if name != "prefix"}
+    elif marked_texts and limits.context == "system" and isinstance(blend, dict) and "prefix" not in blend:
+        prefix = _prefix("system", request) if request.kind == "chat" else None
     _check_blend(blend, request, limits, marked=bool(marked_texts))
     return request.with_blend(blend), MarkedDocuments(marked_texts, prefix)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 from urllib.parse import urlsplit
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError, model_validator
@@ -136,6 +136,11 @@ class BlendLimits(BaseModel):
         default=None,
         description="texts that mark the start and the end of a document in a prompt; the router removes "
         "them; none: prompts have no marks",
+    )
+    context: Literal["system", "alone"] = Field(
+        default="alone",
+        description="what documents of chats are computed behind unless requests state a prefix: `system`, "
+        "the system prompt; `alone`, nothing; `kvkit doctor --blend` says what is better for a model",
     )
     first_use: int = Field(
         default=0,

@@ -417,16 +417,16 @@ def test_a_model_is_blended_only_after_it_passed(tmp_path: Path, monkeypatch: py
 
     with pytest.raises(BlendError, match=r"has not been measured.*kvkit doctor --blend"):
         opens()
-    gate.keep([weights], Selection(), {"passed": False, "kl": 1.0})
+    gate.keep([weights], Selection(), "prefix", {"passed": False, "kl": 1.0})
     with pytest.raises(BlendError, match="too much"):
         opens()
-    gate.keep([weights], Selection(ratio=0.9), {"passed": True})
+    gate.keep([weights], Selection(ratio=0.9), "prefix", {"passed": True})
     with pytest.raises(BlendError, match=r"measured with.*0\.9"):
         opens()
     gate.path_of(weights).write_text("[]")
     with pytest.raises(BlendError, match="has not been measured"):
         opens()
-    gate.keep([weights], Selection(), {"passed": True, "kl": 0.01})
+    gate.keep([weights], Selection(), "prefix", {"passed": True, "kl": 0.01})
     opens()
     assert gate.path_of(model_fingerprint(random_model("gqa", 1))) != gate.path_of(weights)
 

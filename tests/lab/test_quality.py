@@ -278,15 +278,17 @@ def test_the_gate_decides_by_both_limits(
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     monkeypatch.setattr(gate, "MAX_KL", kl)
     monkeypatch.setattr(gate, "MAX_OF_NAIVE", of_naive)
+    monkeypatch.setattr(judge, "system", np.array([7, 8, 9], np.int32))
     said: list[str] = []
     found = quality.measure_gate(judge, encode, [judge.weights], said.append, tokens=512, count=1)
+    assert found["kl"] < found["other_kl"]
     assert said[-1] == f"samples: {len(SETS)} of {len(SETS)}"
     assert found["passed"] is passes
     assert found["kl_interval"][0] <= found["kl"] <= found["kl_interval"][1]
     assert all(Path(path).is_relative_to(tmp_path) for path in found["paths"])
     config = load_config(chunk_tokens=8, staging="8MiB", tiers={"memory": {"capacity": "4MiB"}})
     if passes:
-        gate.check(model_fingerprint(judge.model), Selection(), "unchecked")
+        assert gate.check(model_fingerprint(judge.model), Selection(), "unchecked") == found["context"]
         BlendedModel.open(judge.model, config).close()
     else:
         with pytest.raises(BlendError, match="too much"):
@@ -341,7 +343,7 @@ def test_bench_blend_asks_what_it_is_told_to(folder: Path, tmp_path: Path) -> No
     for name in ("naive", "default .15", FEWER, "full"):
         assert found["overall"][name]["f1"] == pytest.approx((qa[name]["f1"] + own[name]["f1"]) / 2)
         assert 0 <= qa[name]["exact"] <= qa[name]["f1"] <= 1
-    assert 0 < qa["naive"]["kl_p"] <= 1
+    assert 0 < qa["default .15"]["kl_p"] <= 1, "against the first method"
     assert found["overall"][FEWER]["rows"] < found["overall"]["default .15"]["rows"]
     assert found["seed"] == 0
 

@@ -48,9 +48,16 @@ def measured_in_vllm(folder: Path, *arguments: object) -> Any:
 
 @pytest.mark.nightly
 def test_vllm_and_transformers_find_the_same(tmp_path: Path) -> None:
-    """Behind a lead, of two tasks: divergence, answers and rows, by methods that a request can name."""
+    """In both contexts, of two tasks: divergence, answers and rows, by methods that a request can name."""
     model = save_with_tokenizer(tmp_path / "model")
-    names = ("naive", "default .15", "prophetkv .15", "random .15", "question_attention 1")
+    names = (
+        "naive",
+        "default .15",
+        "prophetkv .15",
+        "random .15",
+        "default .15, alone",
+        "question_attention 1",
+    )
     lead, sizes = CHUNK_TOKENS, {"count": 1, "tokens": 512, "sets": ("retrieval", "needle")}
     found = measured_in_vllm(tmp_path, model, tmp_path / "kept.jsonl", lead, json.dumps(sizes), *names)
     tokenizer = AutoTokenizer.from_pretrained(model)
@@ -59,7 +66,7 @@ def test_vllm_and_transformers_find_the_same(tmp_path: Path) -> None:
         return list(tokenizer(text, add_special_tokens=False)["input_ids"])
 
     judge = Judge(AutoModelForCausalLM.from_pretrained(model).eval())
-    judge.lead = np.arange(lead, dtype=np.int32)
+    judge.lead, judge.system = np.split(np.arange(2 * lead, dtype=np.int32), 2)
     methods = {name: method_named(name) for name in names}
     expected: Any = quality.run(
         judge, encode, tmp_path / "other.jsonl", methods=methods, count=1, tokens=512, sets=sizes["sets"]

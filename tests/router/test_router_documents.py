@@ -178,6 +178,26 @@ def test_a_document_is_behind_its_system_prompt(start: Start) -> None:
 
 
 @pytest.mark.parametrize(
+    ("body", "is_behind"),
+    [
+        (parts("Read this:", document(FIRST), QUESTION), True),
+        (parts("Read this:", document(FIRST), QUESTION, **blending({"ratio": 0.3})), True),
+        (parts("Read this:", document(FIRST), QUESTION, **blending({"prefix": None})), False),
+        (completion(TEXT.replace(FIRST, f"[[{FIRST}]]")), False),
+    ],
+    ids=["chat", "with a blend object", "a client that says otherwise", "a prompt"],
+)
+def test_the_settings_say_what_documents_of_chats_are_behind(
+    start: Start, body: Body, is_behind: bool
+) -> None:
+    before = render(
+        [{"role": "system", "content": "be brief"}, {"role": "user", "content": ""}], generate=False
+    )
+    blend = told(start, body, context="system")["blend"]
+    assert blend["prefix"] == (len(before[:-1]) if is_behind else 0)
+
+
+@pytest.mark.parametrize(
     ("body", "words"),
     [
         (chat("[[a"), r"messages\[1\].content: '\[\[' without '\]\]'"),

@@ -15,10 +15,13 @@ from kvkit.lab.quality.judge import method_named
 
 
 def measure(model: str, kept: str, lead: str, sizes: str, *names: str) -> Any:
-    """What `quality.run` measures behind `lead` tokens; `sizes`, as JSON, are its arguments."""
+    """What `quality.run` measures behind as many tokens before texts, and of a system prompt, as `lead`.
+
+    `sizes`, as JSON, are its arguments.
+    """
     methods = {name: method_named(name) for name in names}
     judge = EngineJudge(model, methods)
-    judge.lead = np.arange(int(lead), dtype=np.int32)
+    judge.lead, judge.system = np.split(np.arange(2 * int(lead), dtype=np.int32), 2)
     found = list(quality.run(judge, judge.encode, Path(kept), methods=methods, **json.loads(sizes)))
     judge.close()
     return found

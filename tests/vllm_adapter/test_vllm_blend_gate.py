@@ -22,8 +22,12 @@ from vllm_engine import BLOCK
 
 from kvkit.adapters.vllm.connector import KVKitConnector
 from kvkit.adapters.vllm.gate import check_model, check_precision
+from kvkit.adapters.vllm.scheduler_side import _check_models
+from kvkit.adapters.vllm.settings import BlendSettings, Settings
 from kvkit.blend import gate
+from kvkit.blend.gate import Context
 from kvkit.blend.plan import BlendError, Selection
+from kvkit.config import load_config
 from kvkit.lab.quality.verdicts import served_names
 from kvkit.settings import ConfigError
 from kvkit.transfer import precision
@@ -43,7 +47,7 @@ def model(tmp_path: Path) -> Path:
     """A model in a folder, which was measured and passed."""
     folder = tmp_path / "model"
     AutoModelForCausalLM.from_config(QWEN).save_pretrained(folder)
-    gate.keep(served_names(str(folder), None), Selection(), {"passed": True})
+    gate.keep(served_names(str(folder), None), Selection(), "prefix", {"passed": True})
     return folder
 
 
@@ -96,10 +100,27 @@ def test_an_engine_that_blends_starts_with_a_model_that_passed(model: Path) -> N
         starts(model, ratio=0.1)
     with pytest.raises(BlendError, match="measured with"):
         starts(model, methods=["first_n", "question_attention"])
-    gate.keep(served_names(str(model), None), Selection(), {"passed": False})
+    gate.keep(served_names(str(model), None), Selection(), "alone", {"passed": False})
     with pytest.raises(BlendError, match=r"too much .*blend\.unchecked = true"):
         starts(model)
     starts(model, unchecked=True)
+
+
+@pytest.mark.parametrize("context", ["prefix", "alone"])
+def test_documents_have_the_context_that_was_found_better_unless_the_settings_say_otherwise(
+    model: Path, context: Context
+) -> None:
+    gate.keep(served_names(str(model), None), Selection(), context, {"passed": True})
+    assert check_model(vllm_config(model), Selection(), UNLESS) == context
+    config = load_config(chunk_tokens=8, staging="8MiB", tiers={"memory": {"capacity": "4MiB"}})
+
+    def context_of(**blend: Any) -> Context:
+        return _check_models(vllm_config(model), Settings(blend=BlendSettings(**blend)), config)
+
+    assert context_of() == context
+    assert context_of(unchecked=True) == "prefix"
+    assert context_of(context="alone") == context_of(context="alone", unchecked=True) == "alone"
+    assert context_of(context="prefix") == "prefix"
 
 
 def test_less_than_was_measured_is_refused(model: Path) -> None:
@@ -137,7 +158,7 @@ def test_a_model_of_the_hub_is_its_commit(model: Path) -> None:
     name_commit(config, COMMIT)
     with pytest.raises(BlendError, match="not been measured"):
         check_model(config, Selection(), UNLESS)
-    gate.keep(served_names("org/name", HUB), Selection(), {"passed": True})
+    gate.keep(served_names("org/name", HUB), Selection(), "alone", {"passed": True})
     check_model(config, Selection(), UNLESS)
     name_commit(config, "b" * 40)
     with pytest.raises(BlendError, match="not been measured"):

@@ -131,6 +131,18 @@ def test_documents_are_what_stands_between_marks() -> None:
     assert read(request(prompt=[5, 6, 7]), BlendSettings(), MARKS) is None
 
 
+def test_documents_between_marks_may_have_been_computed_alone() -> None:
+    """Behind what the tokenizer puts before every text; a request may say otherwise."""
+    prompt = [9, 1, 2, 50, 51, 3]
+    for lead, prefix in (([9], 1), ([], 0), ([8], 0), ([9, 2], 0), (None, 3)):
+        found = read(request(prompt=prompt), BlendSettings(), MARKS, lead)
+        assert found is not None
+        assert (found.documents, found.prefix) == (((3, 5),), prefix)
+    found = read(request({"prefix": 2}, prompt), BlendSettings(), MARKS, [9])
+    assert found is not None
+    assert found.prefix == 2
+
+
 def test_marks_are_whole_tokens() -> None:
     """No part of an id, or of two, is taken for one."""
     assert not list(MARKS.documents([1 << 8, 2 << 8, 3 << 8, 1, 2 << 16, 3]))

@@ -198,10 +198,16 @@ class Marks:
             position += len(self.after)
 
 
-def read(request: Any, settings: BlendSettings, marks: Marks | None = None) -> BlendRequest | None:
+def read(
+    request: Any, settings: BlendSettings, marks: Marks | None = None, lead: Sequence[int] | None = None
+) -> BlendRequest | None:
     """Read the blend request of vLLM's `Request`; None: it is not blended.
 
     `false` turns blending off. Without `blend`, the documents are found by `marks` or `settings.split`.
+
+    Args:
+        lead: first tokens of every text; documents between marks were computed behind them alone. None: they
+            were computed behind what stands before the first one. Requests that state a `prefix` decide.
 
     Raises:
         ConfigError: the `blend` of the request is invalid, or the request cannot be blended.
@@ -217,7 +223,7 @@ def read(request: Any, settings: BlendSettings, marks: Marks | None = None) -> B
         raise ConfigError(f"{WHERE}: not with {obstacle}")
     fields = requests.read({} if blend_param is None else blend_param, settings.least_ratio, settings.methods)
     requests.check_spans(fields, len(request.prompt_token_ids))
-    documents, prefix = _documents(request.prompt_token_ids, fields, settings, marks)
+    documents, prefix = _documents(request.prompt_token_ids, fields, settings, marks, lead)
     if not documents:
         return None
     if len(documents) > settings.max_documents:
@@ -243,18 +249,29 @@ def _obstacle(request: Any, params: Mapping[str, Any]) -> str:
 
 
 def _documents(
-    prompt: Sequence[int], fields: BlendFields, settings: BlendSettings, marks: Marks | None
+    prompt: Sequence[int],
+    fields: BlendFields,
+    settings: BlendSettings,
+    marks: Marks | None,
+    lead: Sequence[int] | None,
 ) -> tuple[tuple[tuple[int, int], ...], int]:
     """Return (start, stop) of each document, and the number of prefix tokens of each when computed."""
     if fields.documents is None:
         documents = () if marks is None else tuple(marks.documents(prompt))
-        prefix = documents[0][0] if documents and fields.prefix is None else fields.prefix or 0
+        prefix = fields.prefix or 0
+        if documents and fields.prefix is None:
+            prefix = documents[0][0] if lead is None else _shared(prompt, lead)
         if not documents and settings.split:
             documents = tuple(itertools.pairwise(split(prompt).tolist()))
         elif marks is None:
             raise ConfigError(f"{WHERE}.documents: want [[start, stop], ...]: {SETTINGS}.blend has no marks")
         return tuple(span for span in documents if span[0] >= prefix), prefix
     return tuple((start, stop) for start, stop in fields.documents), fields.prefix or 0
+
+
+def _shared(prompt: Sequence[int], lead: Sequence[int]) -> int:
+    """Return how many tokens of `lead` a prompt begins with: all or none."""
+    return len(lead) if list(prompt[: len(lead)]) == list(lead) else 0
 
 
 def _selection(fields: BlendFields, settings: BlendSettings) -> Selection:

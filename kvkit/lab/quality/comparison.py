@@ -17,7 +17,7 @@ from rich.table import Table
 from kvkit.blend import gate
 from kvkit.blend.plan import Selection
 from kvkit.lab.files import BenchError
-from kvkit.lab.quality.judge import METHODS, Measures, Method
+from kvkit.lab.quality.judge import METHODS, Measures, Method, method_named
 from kvkit.lab.quality.statistics import bootstrap, paired_p, resampled_means, wilson
 from kvkit.lab.quality.tasks.registry import SETS, samples
 from kvkit.lab.quality.tasks.sample import Encode, Sample
@@ -28,7 +28,11 @@ FIGURES = ("kl", "top1", "exact", "f1")
 MOST_DRAWN = 6
 """Samples drawn of a set, for each that is wanted, to find those that full recompute answers."""
 GATE_SAMPLES = 4
-GATE_METHODS = ("naive", "default .15")
+_GATE_METHODS: Mapping[gate.Context, tuple[str, str]] = {
+    "prefix": ("naive", "default .15"),
+    "alone": ("naive, alone", "default .15, alone"),
+}
+"""Methods without rows and with the default's, by context of the documents."""
 
 
 def run(
@@ -258,7 +262,9 @@ def measure_gate(
     tokens: int = 768,
     count: int | None = None,
 ) -> dict[str, Any]:
-    """Measure the default selection on a few samples of every set, and keep the verdict of `gate.decide`.
+    """Measure the default selection on a few samples of every set, and keep a verdict of `gate.decide`.
+
+    Measures both contexts of documents, and decides on the one with the smaller divergence.
 
     Args:
         names: names of the weights; the verdict is kept under each.
@@ -266,21 +272,31 @@ def measure_gate(
         count: samples per set; None: `GATE_SAMPLES`.
 
     Returns:
-        the verdict of `gate.decide`, with kl_interval, of_naive_interval, samples, paths.
+        the verdict of `gate.decide`, with context, other_kl (of the other context), kl_interval,
+        of_naive_interval, samples, paths.
     """
-    methods = {name: METHODS[name] for name in GATE_METHODS}
+    methods = gate_methods()
     samples_per_set = count or GATE_SAMPLES
     gate_samples = [sample for kind in SETS for sample in samples(kind, encode, samples_per_set, tokens)]
     work = (judge.measure(sample, methods) for sample in gate_samples)
     measurements = list(counted(work, "samples", len(gate_samples), report))
-    naive, blended = (np.array([measured[name]["kl"] for measured in measurements]) for name in GATE_METHODS)
+    kl = {name: np.array([measured[name]["kl"] for measured in measurements]) for name in methods}
+    contexts = sorted(_GATE_METHODS, key=lambda context: float(kl[_GATE_METHODS[context][1]].mean()))
+    naive, blended = (kl[name] for name in _GATE_METHODS[contexts[0]])
     result = gate.decide(float(blended.mean()), float(naive.mean())) | {
+        "context": contexts[0],
+        "other_kl": float(kl[_GATE_METHODS[contexts[1]][1]].mean()),
         "kl_interval": list(bootstrap(blended)),
         "of_naive_interval": list(bootstrap(blended, naive)),
         "samples": len(blended),
     }
-    paths = gate.keep(names, Selection(), result)
+    paths = gate.keep(names, Selection(), contexts[0], result)
     return result | {"paths": [str(path) for path in paths]}
+
+
+def gate_methods() -> dict[str, Method]:
+    """Return the methods that `measure_gate` needs."""
+    return {name: method_named(name) for names in _GATE_METHODS.values() for name in names}
 
 
 def table(kind: str, summary: Mapping[str, Mapping[str, Any]], wide: bool = False) -> Table:

@@ -147,7 +147,12 @@ class EngineJudge:
         tokenizer = self._llm.get_tokenizer()
         self.lead: NDArray[np.int32] = np.array(tokenizer("")["input_ids"], np.int32)
         self.encode: Encode = lambda text: list(tokenizer(text, add_special_tokens=False)["input_ids"])
-        self.prefix = np.concatenate([self.lead, self.encode(SYSTEM_PROMPT)]).astype(np.int32)
+        self.system: NDArray[np.int32] = np.array(self.encode(SYSTEM_PROMPT), np.int32)
+
+    @property
+    def prefix(self) -> NDArray[np.int32]:
+        """First tokens of every prompt: `lead` and `system`."""
+        return np.concatenate([self.lead, self.system])
 
     def measure(
         self, sample: Sample, methods: Mapping[str, Method], answered: bool = False
@@ -162,15 +167,12 @@ class EngineJudge:
         measured = {"full": figures_of(full, full, sample, 1.0, 0.0) | figures}
         if answered and not measured["full"].get("exact"):
             return measured
-        documents = [
-            {
-                "prompt_token_ids": [*self._before(context), *sample.prompt[a:b].tolist()],
-                "cache_salt": context,
-            }
-            for context in {method.context for method in methods.values()}
-            for a, b in sample.documents
-        ]
-        self._generate(documents, max_tokens=1)
+        stored = []
+        for context in {method.context for method in methods.values()}:
+            texts = [[*self._before(context), *sample.prompt[a:b].tolist()] for a, b in sample.documents]
+            prefix = sample.prompt[: len(self.prefix) + 1].tolist()
+            stored += [{"prompt_token_ids": ids, "cache_salt": context} for ids in (prefix, *texts)]
+        self._generate(stored, max_tokens=1)
         for name, method in methods.items():
             blended, figures = self._answer(sample, method)
             measured[name] = figures_of(full, blended, sample, 0.0, 0.0) | figures
@@ -242,7 +244,7 @@ class EngineJudge:
 
     def _plan(self, sample: Sample, before: int) -> BlendPlan:
         """Return vLLM's plan if every whole chunk of documents behind `before` tokens is found."""
-        exact_tokens = before // CHUNK_TOKENS * CHUNK_TOKENS
+        exact_tokens = len(self.prefix) // CHUNK_TOKENS * CHUNK_TOKENS
         spans = []
         for start, stop in sample.documents:
             found_tokens = (before + stop - start) // CHUNK_TOKENS * CHUNK_TOKENS

@@ -13,6 +13,9 @@ from kvkit.lab.files import BenchError, measuring, model_folder
 from kvkit.observe.progress import timed
 from kvkit.observe.terminal import print_text
 
+_BEHIND = {"prefix": "behind their prompt's prefix", "alone": "alone"}
+_OTHERS = {"prefix": "alone", "alone": "prefix"}
+
 
 def check_blending(model: str, console: Console) -> None:
     """Measure a model's answers with blending; keep and print the verdict.
@@ -21,14 +24,12 @@ def check_blending(model: str, console: Console) -> None:
         BenchError: the model must not be blended or cannot be measured.
         ModelError: the model cannot be fetched.
     """
-    from kvkit.lab.quality.comparison import GATE_METHODS, measure_gate
+    from kvkit.lab.quality.comparison import gate_methods, measure_gate
     from kvkit.lab.quality.in_vllm import opened
-    from kvkit.lab.quality.judge import METHODS
 
     _prepare_folder("blend")
     folder = model_folder(model, console)
-    methods = {name: METHODS[name] for name in GATE_METHODS}
-    with measuring(model), opened(folder, console, methods) as (judge, encode, _):
+    with measuring(model), opened(folder, console, gate_methods()) as (judge, encode, _):
         served = served_names(folder, judge.config)
         names = list(dict.fromkeys([judge.weights, *served]))
         verdict = measure_gate(judge, encode, names, timed(console))
@@ -38,6 +39,8 @@ def check_blending(model: str, console: Console) -> None:
         f"({low:.4f}–{high:.4f}), limit {verdict['kl_limit']}; that is {verdict['of_naive']:.2f} of "
         f"the change by reuse without recomputation ({verdict['naive_kl']:.4f}), "
         f"limit {verdict['of_naive_limit']}",
+        f"documents are computed {_BEHIND[verdict['context']]}; "
+        f"{_BEHIND[_OTHERS[verdict['context']]]}, the change is {verdict['other_kl']:.4f}",
         *_kept_lines(verdict, served),
     ):
         print_text(line, console)
