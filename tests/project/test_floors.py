@@ -76,7 +76,7 @@ EXCEPTED = {"kvkit/cache.py: Cache": 395}
 """The public class, a third of which is docstrings: 33 methods of at most 31 lines."""
 ROOM_LINES_AT_MOST = {
     "adapters/engine": 1_850,
-    "adapters/huggingface": 1_700,
+    "adapters/huggingface": 1_900,
     "adapters/jax": 280,
     "adapters/lmcache": 400,
     "adapters/sglang": 400,
@@ -87,11 +87,11 @@ ROOM_LINES_AT_MOST = {
     "kernels/pages": 3_360,
     "kernels/tuning": 3_700,
     "kvkit": 2_100,
-    "kvkit/blend": 1_500,
+    "kvkit/blend": 1_560,
     "kvkit/doctor": 600,
     "kvkit/format": 1_900,
     "kvkit/handoff": 5_500,
-    "kvkit/lab": 11_300,
+    "kvkit/lab": 11_750,
     "kvkit/observe": 1_300,
     "kvkit/router": 4_100,
     "kvkit/tiers": 7_100,

@@ -44,7 +44,6 @@ def run(
     tokens: int,
     methods: Mapping[str, Method] = METHODS,
     sets: Sequence[str] = tuple(SETS),
-    seed: int = 0,
     answered: bool = False,
 ) -> Iterator[dict[str, Any]]:
     """Measure `count` samples of every set, and yield {"set", "sample", "measured"} for each.
@@ -60,9 +59,7 @@ def run(
         BenchError: `answered`, and a set has no answers.
     """
     drawn = count * MOST_DRAWN if answered else count
-    samples_by_set = [
-        [(kind, sample) for sample in samples(kind, encode, drawn, tokens, seed)] for kind in sets
-    ]
+    samples_by_set = [[(kind, sample) for sample in samples(kind, encode, drawn, tokens)] for kind in sets]
     if answered and (unanswerable := [of[0][0] for of in samples_by_set if not of[0][1].answer]):
         raise BenchError(f"answered: {', '.join(unanswerable)}: samples have no answers")
     batches = enumerate(itertools.zip_longest(*samples_by_set))  # a file may have fewer samples

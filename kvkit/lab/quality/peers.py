@@ -10,8 +10,6 @@ from typing import Any
 
 import numpy as np
 import torch
-from transformers import AttentionInterface
-from transformers.masking_utils import AttentionMaskInterface, eager_mask
 
 from kvkit.lab.quality.tasks.sample import Sample
 
@@ -49,6 +47,8 @@ def adaptive_parallel_encoding(model: Any, start: int, stop: int) -> Iterator[No
     the logarithm of their sum is multiplied by a scale. The paper tunes both for each task; here they are
     constants. It also gives all documents the same positions, and here they keep those of the prompt.
     """
+    from transformers import AttentionInterface
+    from transformers.masking_utils import AttentionMaskInterface, eager_mask
 
     def attention(
         module: Any,
