@@ -6,7 +6,7 @@ import itertools
 import json
 import re
 import sys
-from dataclasses import asdict, replace
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -208,14 +208,14 @@ def test_a_run_goes_on_where_it_was_stopped(tmp_path: Path, judge: Judge) -> Non
     (again,) = list(quality.run(judge, encode, path, count=1, tokens=512, methods=more, sets=["contiguous"]))
     assert list(json.loads(path.read_text().splitlines()[6])["by_settings"]) == [
         "full",
-        json.dumps(asdict(METHODS["first n .15"])),
+        '["first_n", 0.15, 0, {}]',
     ]
     assert {name: again["measured"][name]["kl"] for name in FEW} == {
         name: first[0]["measured"][name]["kl"] for name in FEW
     }
     # another machine's seconds are told in this one's
     seconds = [one["measured"]["full"]["seconds"] for one in (again, first[0])]
-    assert seconds[0] == pytest.approx(seconds[1])
+    assert seconds[0] == pytest.approx(seconds[1], rel=1e-3)
     other = Judge(random_model("gqa", 1))
     next(quality.run(other, encode, path, count=2, tokens=512, methods=FEW))
     assert len(path.read_text().splitlines()) == 8  # other weights: measured anew

@@ -108,14 +108,28 @@ def _complete(
         slowdown = measured["full"]["seconds"] / known["full"]["seconds"]
         for measures in measured.values():
             measures["seconds"] /= slowdown
-    by_settings = {_settings(missing[name]) if name in missing else name: of for name, of in measured.items()}
+    by_settings = {
+        _settings(missing[name]) if name in missing else name: {
+            figure: float(f"{value:.5g}") for figure, value in measures.items()
+        }
+        for name, measures in measured.items()
+    }
     out.write(json.dumps({"of": _identity(judge, sample), "by_settings": by_settings}) + "\n")
     out.flush()
     known.update(by_settings)
 
 
 def _settings(method: Method) -> str:
-    return json.dumps(asdict(method))
+    """Return what determines a method's figures: its name, ratio, first tokens, and what else is set."""
+    standard = Method(Selection())
+    others = {
+        field: value
+        for chosen, usual in ((method.selection, standard.selection), (method, standard))
+        for field, value in asdict(chosen).items()
+        if field not in ("selection", "method", "ratio", "first_n") and value != getattr(usual, field)
+    }
+    selection = method.selection
+    return json.dumps([selection.method, selection.ratio, selection.first_n, others])
 
 
 def _identity(judge: Measuring, sample: Sample) -> str:
