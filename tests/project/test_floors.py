@@ -98,7 +98,7 @@ ROOM_LINES_AT_MOST = {
     "kvkit/transfer": 4_050,
 }
 """Lines of code by room, blank ones and docstrings included."""
-CORE_LINES_AT_MOST = 53_800
+CORE_LINES_AT_MOST = 54_100
 """Lines of all rooms but the laboratory."""
 KERNELS = re.compile(r"(?:triton\.|gluon\.|numba\.|_)?n?jit\b")
 """What decorates a function that Triton or numba compiles: its parameters are registers and pointers, as are
