@@ -108,11 +108,16 @@ class KVKitL2Adapter(L2AdapterInterface):  # type: ignore[misc]  # LMCache is no
         if not by_kind:
             self._end("store", task, L2StoreResult(True, 0))
         for pages, indices in by_kind:
-            memory, rows = pages.scattered([_bytes_of(objects[i]) for i in indices])
-            chosen = [keys[i].chunk_hash for i in indices]
-            names = pages.names(chosen)
-            self._held.begin(names, [keys[i] for i in indices], pages.page_bytes)
-            pages.store(chosen, memory, rows, partial(stored, names))
+            names: Sequence[str] = ()
+            try:
+                memory, rows = pages.scattered([_bytes_of(objects[i]) for i in indices])
+                chosen = [keys[i].chunk_hash for i in indices]
+                names = pages.names(chosen)
+                self._held.begin(names, [keys[i] for i in indices], pages.page_bytes)
+                pages.store(chosen, memory, rows, partial(stored, names))
+            except Exception as error:  # else the task would never end
+                log.warning("%d objects are not stored: %r", len(indices), error)
+                stored(names, False)
         return task
 
     def pop_completed_store_tasks(self) -> dict[int, L2StoreResult]:

@@ -122,14 +122,17 @@ class KVKitTier(SecondaryTierManager):  # type: ignore[misc]  # vLLM is not type
         if policy.store_to == ():
             job.end(0)
             return
-        self._pages.store(
-            job.keys,
-            self._memory,
-            job.rows,
-            lambda complete: job.end(len(job.keys) if complete else 0),
-            policy,
-            self._positions(job.keys, job_metadata.req_context),
-        )
+        try:
+            self._pages.store(
+                job.keys,
+                self._memory,
+                job.rows,
+                lambda complete: job.end(len(job.keys) if complete else 0),
+                policy,
+                self._positions(job.keys, job_metadata.req_context, policy),
+            )
+        except Exception as error:  # it would end vLLM's scheduler, and the job would never end
+            self._fail(job, "store", error)
 
     def submit_load(self, job_metadata: TransferJob) -> None:
         job = _Job(job_metadata, self._done)
@@ -139,13 +142,16 @@ class KVKitTier(SecondaryTierManager):  # type: ignore[misc]  # vLLM is not type
             if transfer.cancelled():
                 job.end(0)
             elif (error := transfer.exception()) is not None:
-                log.warning("tier %r: a load of %d chunks failed: %s", self.tier_type, len(job.keys), error)
-                job.end(0)
+                self._fail(job, "load", error)
             else:
                 job.end(transfer.result())
 
-        job.transfer = self._pages.load_async(job.keys, self._memory, job.rows)
-        job.transfer.add_done_callback(loaded)  # type: ignore[arg-type]
+        try:
+            job.transfer = self._pages.load_async(job.keys, self._memory, job.rows)
+        except Exception as error:  # as above
+            self._fail(job, "load", error)
+        else:
+            job.transfer.add_done_callback(loaded)  # type: ignore[arg-type]
 
     def get_finished_jobs(self) -> Iterable[JobResult]:
         results = []
@@ -170,7 +176,7 @@ class KVKitTier(SecondaryTierManager):  # type: ignore[misc]  # vLLM is not type
         self._pages.touch(list(keys))
         policy = _policy(req_context)
         if policy.retains:
-            self._pages.retain(list(keys), policy, self._positions(keys, req_context))
+            self._pages.retain(list(keys), policy, self._positions(keys, req_context, policy))
 
     def on_new_request(self, req_context: ReqContext) -> RequestOffloadingContext:
         self._epoch_of[req_context.req_id] = self._epochs.current
@@ -228,8 +234,16 @@ class KVKitTier(SecondaryTierManager):  # type: ignore[misc]  # vLLM is not type
         if hasattr(self, "_memory"):  # vLLM may call this again
             del self._memory  # it frees the region next
 
-    def _positions(self, keys: Collection[OffloadKey], context: ReqContext) -> list[int]:
-        """Return the first token of each chunk in its request."""
+    def _fail(self, job: _Job, kind: str, error: BaseException) -> None:
+        log.warning("tier %r: a %s of %d chunks failed: %r", self.tier_type, kind, len(job.keys), error)
+        job.end(0)
+
+    def _positions(
+        self, keys: Collection[OffloadKey], context: ReqContext, policy: RequestPolicy
+    ) -> list[int]:
+        """Return the first token of each chunk in its request, if the policy depends on it."""
+        if not policy.prefixes:
+            return []
         ends = (context.get_offload_key_position(key) or 0 for key in keys)
         sizes = (self._chunk_tokens[get_offload_group_idx(key)] for key in keys)
         return [max(0, end - size) for end, size in zip(ends, sizes, strict=True)]

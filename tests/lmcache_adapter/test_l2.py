@@ -18,6 +18,7 @@ from lmcache_l2 import DTYPE, HASHES, LAYOUTS, SHAPE, Adapter, objects, same
 from lmcache_l2 import some_keys as keys
 from page_attacks import files
 
+from kvkit.adapters.engine.keyed_pages import KeyedPages
 from kvkit.settings import ConfigError
 
 
@@ -202,6 +203,19 @@ def test_a_store_that_no_tier_takes_fails(tmp_path: Path) -> None:
     assert not adapter.store(keys(2), objects(2, seed=1)).is_successful()
     assert adapter.store([], []).is_successful()
     adapter.shutdown()
+
+
+def test_a_store_that_cannot_begin_has_failed(adapter: Adapter, monkeypatch: pytest.MonkeyPatch) -> None:
+    """LMCache hears of it, and stores again."""
+
+    def refuse(*_: object) -> None:
+        raise ValueError("no")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(KeyedPages, "store", refuse)
+        assert not adapter.store(keys(2), objects(2, seed=1)).is_successful()
+    assert adapter.store(keys(2), objects(2, seed=1)).is_successful()
+    assert adapter.lookup(keys(2)) == [True] * 2
 
 
 @pytest.mark.parametrize(

@@ -238,6 +238,41 @@ def test_what_is_to_be_stored_nowhere_is_not_stored(offloading: Offloading, tmp_
     assert offloading.found(KEYS) == 0
 
 
+@pytest.mark.parametrize("kind", ["store", "load_async"])
+def test_a_move_that_cannot_begin_has_failed(
+    kind: str, offloading: Offloading, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """vLLM's scheduler goes on, hears of it, and can be shut down."""
+
+    def refuse(*_: object, **__: object) -> None:
+        raise ValueError("no")
+
+    if kind == "load_async":
+        offloading.compute(KEYS[:4])
+        offloading.forget()
+    with monkeypatch.context() as patched:
+        patched.setattr(offloading.tier._pages, kind, refuse)
+        if kind == "store":
+            offloading.compute(KEYS[:4])
+            offloading.forget()
+        assert offloading.found(KEYS[:4]) == 0
+    assert "4 chunks failed: ValueError('no')" in caplog.text
+    assert not offloading.tier.has_pending_work()
+
+
+def test_chunks_of_groups_that_the_settings_lack_are_stored_if_their_place_does_not_matter(
+    tmp_path: Path,
+) -> None:
+    """As vLLM's own tests make the tier."""
+    offloading = Offloading(tmp_path, replace(CONFIG, groups=()))
+    context = ReqContext(req_id="one")
+    offloading.tier.on_new_request(context)
+    offloading.tier.submit_store(TransferJob(1, KEYS[:2], np.arange(2), False, context))
+    offloading.tier.drain_jobs()
+    assert [result.success for result in offloading.tier.get_finished_jobs()] == [True]
+    offloading.shutdown()
+
+
 @pytest.mark.parametrize(("keeps", "kept"), [(True, 4), (False, 0)])
 def test_chunks_are_kept_over_a_sleep_if_the_operator_says_so(tmp_path: Path, keeps: bool, kept: int) -> None:
     offloading = Offloading(tmp_path, keep_over_sleep=keeps)
