@@ -16,7 +16,9 @@ class ProveOptions:
     kv_transfer_config: Annotated[
         str, typer.Option(help="kvkit, a connector's name, vLLM's JSON, or a file with that JSON")
     ] = "kvkit"
-    model: Annotated[str | None, typer.Option(help="hub id, folder or gemma; default: SmolLM2-135M")] = None
+    model: Annotated[
+        str | None, typer.Option(help="hub id, folder, gemma or qwen-0.5b; default: SmolLM2-135M")
+    ] = None
     url: Annotated[str | None, typer.Option(help="a running server with the connector")] = None
     reference: Annotated[str | None, typer.Option(help="with --url: a running server without it")] = None
     prefill_config: Annotated[

@@ -61,6 +61,7 @@ class Method:
 
 _K_DEVIATION = {ratio: Selection("k_deviation", ratio, 0) for ratio in (0.05, 0.15, 0.30)}
 METHODS: Mapping[str, Method] = {
+    "default .15": Method(Selection()),
     "naive": Method(Selection("first_n", 0.0, 0)),
     "first n .15": Method(Selection("first_n", 0.15, 0)),
     "random .15": Method(Selection("random", 0.15, 0)),

@@ -67,7 +67,8 @@ class Targets:
         typer.Option(help="a running OpenAI-compatible server, also as NAME=URL; can be repeated"),
     ] = None
     model: Annotated[
-        str | None, typer.Option(help="hub id, folder or gemma; default: SmolLM2-135M, a URL's first model")
+        str | None,
+        typer.Option(help="hub id, folder, gemma or qwen-0.5b; default: SmolLM2, a URL's first model"),
     ] = None
     memory_gib: Annotated[int, typer.Option(min=1, help="GiB of kvkit's memory tier, and of LMCache's")] = 1
     config: Annotated[Path | None, typer.Option(help="kvkit's TOML file, instead of that memory tier")] = None
