@@ -265,7 +265,10 @@ class KeyedPages:
             )
         except Closed:  # `done` was called
             return
-        deadline.start()  # ends at once if it was cancelled before
+        try:
+            deadline.start()  # ends at once if it was cancelled before
+        except RuntimeError:  # no thread can be had, so nothing would end the store if a tier hangs
+            end_late()
 
     def pin(self, keys: Sequence[bytes], seconds: float) -> None:
         """Protect pages from eviction for some seconds, in tiers that can."""

@@ -41,7 +41,7 @@ from kvkit.lab.simulate.traces import Trace, trace_of, write_trace
 
 @dataclass(frozen=True, slots=True)
 class Replay:
-    """What is sent of a trace, to which caches.
+    """Requests of a trace, and the caches to which they are sent.
 
     Args:
         trace: file, or name of a generator.

@@ -13,7 +13,7 @@ from kvkit.blend.plan import BlendError, Selection
 from kvkit.environment import keep_verdict, verdict_path
 
 Context = Literal["prefix", "alone"]
-"""What documents are computed behind: their prompt's prefix, such as a system prompt, or nothing."""
+"""Contexts of documents: computed behind their prompt's prefix, such as a system prompt, or alone."""
 _CONTEXTS: Mapping[str, Context] = {context: context for context in get_args(Context)}
 MAX_KL = 0.1
 """Maximum KL divergence with which blending may be enabled, in nats per token."""

@@ -1,4 +1,4 @@
-"""What is sent of a trace to a real server has its chunks, at its times, both made smaller alike."""
+"""Replays send a trace's chunks to a real server, at its times, both made smaller alike."""
 
 from __future__ import annotations
 

@@ -309,6 +309,23 @@ def test_a_store_into_a_tier_that_hangs_ends_in_time(tmp_path: Path) -> None:
         assert torch.equal(target[:2], wanted)
 
 
+def test_a_store_whose_deadline_cannot_be_watched_ends_at_once(
+    pages: KeyedPages, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where no more threads can be had: its end is told once, and nothing is raised after it began."""
+
+    def refuse(_: threading.Timer) -> None:
+        raise RuntimeError("can't start new thread")
+
+    answers, source = list[bool](), memory(1)
+    with monkeypatch.context() as patched:
+        patched.setattr(threading.Timer, "start", refuse)
+        pages.store(KEYS[:2], pages.memory(source), range(2), answers.append)
+    pages.cache.flush(DEADLINE_S)
+    assert len(answers) == 1
+    assert store_pages(pages, KEYS[2:4], source, range(2))
+
+
 def test_one_of_two_tiers_is_enough(tmp_path: Path) -> None:
     full = {"url": str(tmp_path / "full"), "capacity": "4KiB"}
     with opened(tmp_path, {"full": full, "disk": {"url": str(tmp_path / "disk")}}) as pages:

@@ -15,7 +15,7 @@ from kvkit.lab.quality.judge import method_named
 
 
 def measure(model: str, kept: str, lead: str, sizes: str, *names: str) -> Any:
-    """What `quality.run` measures behind as many tokens before texts, and of a system prompt, as `lead`.
+    """Return what `quality.run` measures with `lead` tokens before every text, and of a system prompt.
 
     `sizes`, as JSON, are its arguments.
     """

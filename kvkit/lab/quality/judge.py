@@ -10,7 +10,6 @@ import re
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping
-from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from typing import Any, TypeVar, get_args
 
@@ -235,7 +234,7 @@ class Judge(MeasuredModel):
         measured = {"full": figures_of(full, full, sample, 1.0, seconds) | self._f1(last, full, sample, kv)}
         if answered and not measured["full"].get("exact"):
             return measured
-        contexts = {method.context for method in methods.values()}
+        contexts = {m.context for m in methods.values() if m.imitates != "fewer documents"}
         documents = {context: self.document_kv(sample, room, context) for context in contexts}
         for name, method in methods.items():
             if method.imitates == "fewer documents":
@@ -246,10 +245,9 @@ class Judge(MeasuredModel):
             for layer, source in zip(kv.layers, document_kv.layers, strict=True):
                 layer.room_k.copy_(source.room_k)
                 layer.room_v.copy_(source.room_v)
-            question = int(plan.question_positions[0])
-            with ExitStack() as stack:
-                if method.imitates == "ape":
-                    stack.enter_context(adaptive_parallel_encoding(self.model, len(self.prefix), question))
+            if method.imitates == "ape":
+                measured[name] = self._rescaled(sample, plan, kv, full)
+            else:
                 measured[name] = self._blended(method, sample, plan, kv, full)
         return measured
 
@@ -261,29 +259,41 @@ class Judge(MeasuredModel):
         start_s, rest = _clock_s(self.decoder.device), sample.prompt[len(self.prefix) :]
         last = self.logits(rest, kv)
         seconds = _clock_s(self.decoder.device) - start_s
-        logits = self.follow(last, sample, kv)
-        figures = figures_of(full, logits, sample, len(rest) / total, seconds)
-        return figures | self._f1(last, logits, sample, kv)
+        return self._compared(last, sample, kv, full, len(rest) / total, seconds)
+
+    def _rescaled(self, sample: Sample, plan: BlendPlan, kv: GrowingCache, full: torch.Tensor) -> Measures:
+        """Return figures of attention that is rescaled, as `_blended`; computes the question alone."""
+        end = plan.tokens - len(plan.computed)
+        with adaptive_parallel_encoding(self.model, len(self.prefix), end):
+            kv.mark_filled(end)
+            start_s = _clock_s(self.decoder.device)
+            last = self.logits(sample.prompt[end:], kv)
+            seconds = _clock_s(self.decoder.device) - start_s
+            return self._compared(last, sample, kv, full, len(plan.computed) / plan.tokens, seconds)
 
     def _blended(
         self, method: Method, sample: Sample, plan: BlendPlan, kv: GrowingCache, full: torch.Tensor
     ) -> Measures:
         """Return figures of a method, given the KV of prefix and documents in `kv`, which it mutates."""
-        total, start_s = len(sample.prompt), _clock_s(self.decoder.device)
-        if method.imitates == "ape":
-            kv.mark_filled(total - len(plan.computed))
-            last, row_layers = (
-                self.logits(sample.prompt[plan.computed], kv),
-                len(plan.computed) * self.decoder.layers,
-            )
-        else:
-            blended = self._blend(method, sample, plan, kv)
-            last, row_layers = blended.logits[None], blended.row_layers
+        start_s = _clock_s(self.decoder.device)
+        blended = self._blend(method, sample, plan, kv)
         seconds = _clock_s(self.decoder.device) - start_s
-        kv.mark_filled(total)
+        kv.mark_filled(plan.tokens)
+        rows = blended.row_layers / (plan.tokens * self.decoder.layers)
+        return self._compared(blended.logits[None], sample, kv, full, rows, seconds)
+
+    def _compared(
+        self,
+        last: torch.Tensor,
+        sample: Sample,
+        kv: GrowingCache,
+        full: torch.Tensor,
+        rows: float,
+        seconds: float,
+    ) -> Measures:
+        """Return figures of the continuation after the logits `last`, [1, V]. Mutates `kv`."""
         logits = self.follow(last, sample, kv)
-        figures = figures_of(full, logits, sample, row_layers / (total * self.decoder.layers), seconds)
-        return figures | self._f1(last, logits, sample, kv)
+        return figures_of(full, logits, sample, rows, seconds) | self._f1(last, logits, sample, kv)
 
     def _f1(self, last: torch.Tensor, logits: torch.Tensor, sample: Sample, kv: GrowingCache) -> Measures:
         """Return the F1 of the answer's tokens; truncates `kv` to the prompt if it generates."""

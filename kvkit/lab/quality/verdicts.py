@@ -14,7 +14,6 @@ from kvkit.observe.progress import timed
 from kvkit.observe.terminal import print_text
 
 _BEHIND = {"prefix": "behind their prompt's prefix", "alone": "alone"}
-_OTHERS = {"prefix": "alone", "alone": "prefix"}
 
 
 def check_blending(model: str, console: Console) -> None:
@@ -34,13 +33,14 @@ def check_blending(model: str, console: Console) -> None:
         names = list(dict.fromkeys([judge.weights, *served]))
         verdict = measure_gate(judge, encode, names, timed(console))
     low, high = verdict["kl_interval"]
+    (other,) = _BEHIND.keys() - {verdict["context"]}
     for line in (
         f"{model}: blending 15 % changes the distribution of the next token by {verdict['kl']:.4f} nats "
         f"({low:.4f}–{high:.4f}), limit {verdict['kl_limit']}; that is {verdict['of_naive']:.2f} of "
         f"the change by reuse without recomputation ({verdict['naive_kl']:.4f}), "
         f"limit {verdict['of_naive_limit']}",
-        f"documents are computed {_BEHIND[verdict['context']]}; "
-        f"{_BEHIND[_OTHERS[verdict['context']]]}, the change is {verdict['other_kl']:.4f}",
+        f"documents are computed {_BEHIND[verdict['context']]}; {_BEHIND[other]}, the change is "
+        f"{verdict['other_kl']:.4f}",
         *_kept_lines(verdict, served),
     ):
         print_text(line, console)
