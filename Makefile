@@ -30,14 +30,14 @@ OWN_TESTS := $(HOME)/.cache/kvkit/own-tests
 NEXT_VLLM_VERSION := 0.33.0
 NEXT_VLLM := $(abspath $(VENV))/vllm-$(NEXT_VLLM_VERSION)
 # engines of many kinds: CI runs these with the next vLLM alone, and `make nightly` with both
-ENGINES := $(addprefix tests/vllm_adapter/test_vllm_,$(addsuffix .py,blend_documents blend_machine blend_models blend_transformers \
-	blend_ways blends drafts hybrids loras models overlapping pooling rows zoo))
+ENGINES := $(addprefix tests/vllm_adapter/test_vllm_,$(addsuffix .py,blend_engine blend_models blend_ranks blend_workers \
+	drafts hybrids loras models overlapping pooling rows zoo))
 # what every engine needs: CI runs these with both
 CONNECTOR := $(addprefix tests/vllm_adapter/test_vllm_,$(addsuffix .py,blend_scheduling compat engine events handoff \
 	identity matching media pages pd requests resets row_attention scheduler sessions states traces weights worker written)) \
 	tests/benchmarking/test_vllm_many.py tests/vllm_tier
 # those whose tests ask for nothing that vLLM refuses where steps overlap
-OVERLAPPING := $(addprefix tests/vllm_adapter/test_vllm_,$(addsuffix .py,blend_documents blend_machine blend_scheduling hybrids loras \
+OVERLAPPING := $(addprefix tests/vllm_adapter/test_vllm_,$(addsuffix .py,blend_engine blend_scheduling hybrids loras \
 	overlapping pd resets weights))
 # what seldom breaks, and takes long, is marked
 DAILY := -m 'not nightly'

@@ -1,5 +1,6 @@
 """Blending in a real vLLM engine is correct for each architecture, on small and trained models.
 
+A trained model's rows and distribution are those of the transformers layer loop.
 Plain vLLM answers first. Then documents are computed behind a prefix, and prompts that have them in another
 order are blended: with every row computed again the answers must be the same, with 15 % of them nearer to
 plain vLLM's than with none. `python tests/vllm_adapter/test_vllm_blend_models.py` writes the table of
@@ -12,21 +13,32 @@ import json
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
+import torch
 import transformers
+from numpy.typing import NDArray
 
 pytest.importorskip("vllm")
 
-from document_prompts import DocumentPrompt, measure
+from document_prompts import DocumentPrompt, measure, precompute
 from models.architectures import ARCHITECTURES
 from repository import ROOT
 from small_models import VOCABULARY
-from vllm_engine import Engine, Settings, prompt
+from vllm_engine import Engine, Settings, connector, on_disk, prompt
 
+from kvkit.adapters.huggingface import smollm2
+from kvkit.adapters.huggingface.blended import HuggingFaceDecoder, paged
+from kvkit.adapters.huggingface.growing import GrowingCache
 from kvkit.adapters.huggingface.packaged import MODELS
+from kvkit.adapters.huggingface.probe import probe_layout
+from kvkit.adapters.huggingface.steps import forward
+from kvkit.blend.plan import Selection, Span, plan_blend
+from kvkit.blend.run import Blended, blend
 from kvkit.environment import version_of
+from kvkit.kernels.pages import reference
 from kvkit.lab.files import about
 from kvkit.lab.quality.tasks.registry import samples
 
@@ -57,6 +69,12 @@ DAILY = ("Llama", "Gemma 2", "GLM-4", "Phi")
 """Random models that CI has time for."""
 REAL_TOKENS, MOST = 768, 1000
 """Of their prompts, and whose log-probabilities are compared."""
+METHODS = ["question_attention", "kvkit.blend.methods.prophetkv:METHOD"]
+"""The second by the name that methods of one's own have; it looks into every layer."""
+COVERAGE = 0.3
+"""Stops every choice before it has taken its ratio."""
+LIKELY = 100
+"""Log-probabilities that are compared with those of transformers."""
 
 
 def measure_random(engine: Engine, name: str, folder: Path) -> Settings:
@@ -144,6 +162,56 @@ def test_what_is_refused(name: str, process: Engine, recorded: dict[str, Setting
     with pytest.raises(AssertionError, match=f"BlendError: .*({ARCHITECTURES[name].refused})"):
         measure_random(process, name, tmp_path)
     assert "refused" in recorded[name]
+
+
+@torch.inference_mode()
+def by_transformers(model: Any, asked: DocumentPrompt, selection: Selection) -> Blended:
+    """A prompt whose documents were computed alone, as far as they fill chunks, and moved."""
+    decoder, ids = HuggingFaceDecoder(model), np.array(asked.tokens, np.int32)
+
+    def computed(tokens: NDArray[np.int32]) -> GrowingCache:
+        kv = GrowingCache(probe_layout(model), len(tokens), torch.device("cpu"))
+        forward(model, tokens, kv)
+        return kv
+
+    exact = asked.documents[0][1] // CHUNK * CHUNK
+    sources, spans = [(computed(ids[:exact]), 0, 0, exact)], []
+    for start, stop in asked.documents[1:]:
+        alone = np.concatenate([ids[: asked.prefix], ids[start:stop]])
+        whole = len(alone) // CHUNK * CHUNK
+        spans.append(Span(start, start + whole - asked.prefix, asked.prefix))
+        sources.append((computed(alone[:whole]), asked.prefix, start, spans[-1].stop))
+    kv = GrowingCache(probe_layout(model), len(ids), torch.device("cpu"))
+    for source, first, start, stop in sources:
+        turns = torch.from_numpy(decoder.rope.delta_table(np.array([start - first])))
+        for ours, theirs in zip(kv.layers, source.layers, strict=True):
+            there = slice(first, first + stop - start)
+            ours.room_k[:, :, start:stop] = reference.rotate(theirs.room_k[:, :, there], turns, decoder.rope)
+            ours.room_v[:, :, start:stop] = theirs.room_v[:, :, there]
+    return blend(decoder, paged(kv), ids, plan_blend(len(ids), exact, spans), selection)
+
+
+@pytest.mark.nightly
+def test_the_same_rows_and_the_same_distribution(process: Engine, tmp_path: Path) -> None:
+    folder = smollm2.fetch()
+    model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+    prompts = retrieval(folder)
+    blending = {"unchecked": True, "methods": METHODS, "coverage": COVERAGE}
+    settings = connector({"chunk_tokens": CHUNK} | on_disk(tmp_path), blend=blending)
+    process.open(settings, max_logprobs=LIKELY, enable_prefix_caching=True, **OPTIONS)
+    precompute(process, prompts)
+    for asked, ratio, method in (
+        (prompts[0], 0.15, METHODS[0]),
+        (prompts[-1], 0.3, METHODS[0]),
+        (prompts[0], 0.15, METHODS[1]),
+    ):
+        wants = [asked.blend(ratio, method=method)]
+        (answer,) = process.generate([asked.tokens], 1, wants, logprobs=LIKELY)
+        expected = by_transformers(model, asked, Selection(method, ratio, coverage=COVERAGE))
+        assert process.do("selected") == expected.selected.tolist()
+        logprobs = expected.logits.log_softmax(-1)
+        wanted = {token: float(logprobs[int(token)]) for token in answer["likely"][0]}
+        assert answer["likely"][0] == pytest.approx(wanted, abs=TOLERANCE)
 
 
 def main() -> None:

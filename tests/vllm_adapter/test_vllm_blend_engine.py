@@ -1,4 +1,4 @@
-"""Exact and blended requests in random order are correct in a real vLLM engine with few blocks.
+"""A real vLLM engine that blends, with few blocks or little memory, answers right and stores documents well.
 
 Whatever happens before and beside it, a request that asks for no blending has the answer of plain vLLM, and
 in the end every block is free.
@@ -7,6 +7,7 @@ in the end every block is free.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 from hypothesis import settings
@@ -17,12 +18,16 @@ pytest.importorskip("vllm")
 
 from document_prompts import DocumentPrompt, blended, blending, precompute
 from small_models import QWEN, VOCABULARY, save
-from vllm_engine import Engine, Settings, prompt
+from vllm_engine import Engine, Settings, connector, prompt
 
 BLOCK, BLOCKS, ANSWER, TOLERANCE = 32, 40, 12, 1e-3
 LONG = 64
 """Tokens of answers that need more blocks than there are."""
 PREFIX, *DOCUMENTS = (prompt(tokens, seed=tokens, vocabulary=VOCABULARY) for tokens in (BLOCK, 100, 128, 130))
+ALIGNED_PREFIX, *ALIGNED = (
+    prompt(tokens, seed=tokens, vocabulary=VOCABULARY) for tokens in (64, 96, 128, 160)
+)
+"""Of whole chunks, so that every token of a document can be reused."""
 QUESTIONS = [prompt(16, seed=i, vocabulary=VOCABULARY) for i in range(2)]
 PROMPTS = [
     DocumentPrompt.of(PREFIX, [DOCUMENTS[i] for i in order], question)
@@ -54,9 +59,19 @@ class Answers:
 
 
 @pytest.fixture(scope="module")
-def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Engine, Answers]]:
+def process() -> Iterator[Engine]:
+    with Engine() as engine:
+        yield engine
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save(QWEN, tmp_path_factory.mktemp("model"))
+
+
+@pytest.fixture(scope="module")
+def served(process: Engine, model: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Engine, Answers]:
     """An engine that blends, with few blocks, and what it must answer."""
-    model = save(QWEN, tmp_path_factory.mktemp("model"))
     options = {
         "model": model,
         "skip_tokenizer_init": True,
@@ -66,15 +81,23 @@ def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Engine, A
         "max_num_seqs": 4,
         "enable_prefix_caching": True,
     }
-    with Engine() as engine:
-        engine.open(None, **options)
-        texts = [one.tokens for one in PROMPTS]
-        expected = Answers(engine, texts)
-        later = Answers(engine, [turn(expected.known[tuple(text)]["tokens"], text) for text in texts])
-        expected.known |= later.known
-        folder = tmp_path_factory.mktemp("kv")
-        engine.open(blending(folder, BLOCK), num_gpu_blocks_override=BLOCKS, **options)
-        yield engine, expected
+    process.open(None, **options)
+    texts = [one.tokens for one in PROMPTS]
+    expected = Answers(process, texts)
+    later = Answers(process, [turn(expected.known[tuple(text)]["tokens"], text) for text in texts])
+    expected.known |= later.known
+    folder = tmp_path_factory.mktemp("kv")
+    return process.open(blending(folder, BLOCK), num_gpu_blocks_override=BLOCKS, **options), expected
+
+
+@pytest.fixture
+def small_memory(process: Engine, model: Path) -> Engine:
+    """An engine whose tier holds few documents, and none yet."""
+    transfer = connector(
+        {"chunk_tokens": BLOCK, "tiers": {"memory": {"capacity": "3MiB"}}}, blend={"unchecked": True}
+    )
+    options: Settings = {"block_size": BLOCK, "max_model_len": 1024, "skip_tokenizer_init": True}
+    return process.open(transfer, model=model, enable_prefix_caching=True, **options)
 
 
 class BlendMachine(RuleBasedStateMachine):
@@ -184,3 +207,48 @@ def test_blended_answers_do_not_depend_on_blocks(served: tuple[Engine, Answers])
         pytest.fail("documents come so slowly that requests never meet")
     free, blocks = engine.do("free_blocks")
     assert free == blocks
+
+
+def of(*order: int) -> DocumentPrompt:
+    return DocumentPrompt.of(ALIGNED_PREFIX, [ALIGNED[i] for i in order], QUESTIONS[0])
+
+
+def told(engine: Engine, asked: DocumentPrompt, **sampling: Settings) -> dict[str, int]:
+    """How many tokens of each kind a request had; none where it was not blended."""
+    (answer,) = blended(engine, [asked], 1, 0.15, **sampling)
+    engine.do("reset", False)
+    return (answer["handoff"] or {"blend": {"blended": 0, "recomputed": 0}})["blend"]
+
+
+def reused(counts: dict[str, int]) -> int:
+    return counts["blended"] + counts["recomputed"]
+
+
+def test_a_document_right_behind_its_prefix_is_stored_on_first_use(small_memory: Engine) -> None:
+    assert reused(told(small_memory, of(1, 0))) == 0, "nobody has computed either"
+    assert reused(told(small_memory, of(0, 1))) == len(ALIGNED[1]), "it was the first one"
+    # document 0 was computed right behind the prefix there, in a prompt of which the rest was blended
+    assert reused(told(small_memory, of(2, 0))) == len(ALIGNED[0])
+
+
+def test_what_stood_behind_blended_tokens_is_not_stored(small_memory: Engine) -> None:
+    precompute(small_memory, [of(0)])
+    assert reused(told(small_memory, of(1, 0, 2))) == len(ALIGNED[0])
+    assert reused(told(small_memory, of(0, 2))) == 0, "2 was computed behind approximate KV alone"
+    assert reused(told(small_memory, of(0, 1))) == len(ALIGNED[1]), "1 behind exact KV"
+
+
+def test_documents_of_another_salt_are_not_found(small_memory: Engine) -> None:
+    precompute(small_memory, [of(0, 1)], cache_salt="one")
+    assert reused(told(small_memory, of(1, 0), cache_salt="two")) == 0
+    assert reused(told(small_memory, of(1, 0))) == 0
+    assert reused(told(small_memory, of(1, 0), cache_salt="one")) == len(ALIGNED[0])
+
+
+def test_a_pinned_document_outlives_others(small_memory: Engine) -> None:
+    precompute(small_memory, [of(0, 1)])
+    assert small_memory.do("pin", of(0).alone()[0], 60.0) == len(ALIGNED_PREFIX) + len(ALIGNED[0])
+    for seed in range(8):
+        small_memory.generate([prompt(800, seed=100 + seed, vocabulary=VOCABULARY)], tokens=1)
+    assert reused(told(small_memory, of(2, 1))) == 0, "it was evicted"
+    assert reused(told(small_memory, of(2, 0))) == len(ALIGNED[0])
