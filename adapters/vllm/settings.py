@@ -38,7 +38,7 @@ class BlendSettings(BaseModel):
         le=1,
     )
     methods: tuple[Annotated[str, AfterValidator(served)], ...] = Field(
-        default=("question_attention", "first_n"),
+        default=("prophetkv", "question_attention", "first_n"),
         description="methods that a request may name for selecting the tokens to recompute: those that need "
         "the question's attention or nothing; the first is the default",
     )

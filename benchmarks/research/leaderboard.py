@@ -14,7 +14,7 @@ import argparse
 import math
 import subprocess
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -25,9 +25,10 @@ from kvkit.lab.simulate.report import panels
 
 MODELS = ("smollm2", "qwen-0.5b")
 RATIO = 0.15
-TASKS = ("retrieval", "needle", "needle keys", "qa", "hops", "classify", "code")
-ANSWERED = 0.3
-"""Of the samples of a task, so that it tells how many of full recompute's answers are kept."""
+DETAILED = ("smollm2",)
+TASKS = ("retrieval", "needle keys", "qa")
+OTHER_CONTEXTS = ("alone", "related", "anchored")
+"""Of documents that were not computed behind the system prompt alone."""
 CLOSE = 1.6
 """Of figures on a logarithmic scale, one over the other."""
 
@@ -42,13 +43,27 @@ def methods_at(tokens: int) -> tuple[str, ...]:
     alone, share = _ratio(RATIO), _ratio(RATIO * documents / (documents - 1))
     return (
         *(f"prophetkv {share}, first 8", f"question_attention {share}, first 8"),
-        *(f"prophetkv {alone}, first 8, {context}" for context in ("alone", "related", "anchored")),
+        *(f"prophetkv {alone}, first 8, {context}" for context in OTHER_CONTEXTS),
         f"question_attention {alone}, first 8, alone",
-        *("naive", "naive, alone", "naive, related", "naive, anchored", "ape"),
+        *("naive", *(f"naive, {context}" for context in OTHER_CONTEXTS), "ape"),
         f"fewer documents {_ratio(max(RATIO, 1 / documents))}",
-        *(f"{name} {share}" for name in ("first_n", "random", "k_deviation", "cacheblend", "prophetkv")),
-        *(f"{name} {share}" for name in ("infoflow", "qcfuse", "sparsex", "cacheclip")),
+        *(f"{name} {share}" for name in ("prophetkv", "infoflow", "qcfuse", "sparsex", "cacheblend")),
+        *(f"{name} {share}" for name in ("k_deviation", "first_n", "random")),
+    )
+
+
+def details_at(tokens: int) -> tuple[str, ...]:
+    """Return what is measured besides of `DETAILED` models: other ratios, masks, choices that know all."""
+    share = methods_at(tokens)[0].split()[1].rstrip(",")
+    return (
+        *(f"prophetkv {ratio}, first 8" for ratio in (".05", ".30", ".45", ".60")),
+        *("prophetkv .60, first 8, covering .65", f"prophetkv {share}, first 8, drift .5"),
         *(f"{name} {share}, first 8" for name in ("infoflow", "qcfuse", "oracle", "oracle_change")),
+        f"cacheclip {share}",
+        *(
+            f"k_deviation {_ratio(RATIO)}, alone{mask}"
+            for mask in ("", ", bottom-right mask", ", block mask")
+        ),
     )
 
 
@@ -69,7 +84,8 @@ def commands(arguments: Sequence[str]) -> Iterator[list[str]]:
     size = "" if asked.tokens == parser.get_default("tokens") else f"-{asked.tokens}"
     for model in asked.models:
         file = RESULTS / f"leaderboard-{slug_of(Path(model).name)}{size}-{slug()}.json"
-        methods = asked.methods or "; ".join(methods_at(asked.tokens))
+        more = details_at(asked.tokens) if model in DETAILED else ()
+        methods = asked.methods or "; ".join((*methods_at(asked.tokens), *more))
         yield [
             *("bench", "blend", "--methods", methods, "--tasks", asked.tasks, "--answered"),
             *("--samples", str(asked.samples), "--tokens", str(asked.tokens)),
@@ -90,58 +106,38 @@ def main() -> None:
 
 
 def methods(entries: Sequence[dict[str, Any]]) -> list[list[str]]:
-    """Methods of each model, the highest F1 first; tasks count alike."""
-    heads = ("rows", "KL", "exact", "F1", "F1, less the default's", "speedup", "samples", "commit")
+    """Methods of each model and length, the smallest divergence first; tasks count alike.
+
+    `kept` is the share of full recompute's exact answers.
+    """
+    heads = ("rows", "KL", "more than the first", "kept", "more", "speedup", "prompts", "commit")
     rows = [["model, tokens", "method", *heads]]
     for entry in entries:
-        means = entry["overall"]
-        for name in sorted(means, key=lambda name: (-means[name]["f1"], means[name]["kl"])):
-            shown = means[name]
-            figures = (("kl", ".3f"), ("exact", ".2f"), ("f1", ".2f"), ("f1_ahead", "+.2f"))
-            cells = [f"{shown['rows']:.1%}", *(_shown(shown, figure, form) for figure, form in figures)]
-            cells[-1] = "" if not shown.get("f1_ahead") else cells[-1]
+        means = {name: shown for name, shown in entry["overall"].items() if name != "full"}
+        first = next(iter(means))
+        for name in sorted(means, key=lambda name: means[name]["kl"]):
+            shown, figures = (
+                means[name],
+                (("kl", ".3f"), ("kl_ahead", "+.3f"), ("kept", ".2f"), ("exact_ahead", "+.2f")),
+            )
+            cells = [
+                "" if name == first and "ahead" in figure else _shown(shown, figure, form)
+                for figure, form in figures
+            ]
             about = (f"{shown['speedup']:.1f}×", str(shown["samples"]), entry["commit"])
-            rows.append([_named(entry), name, *cells, *about])
+            rows.append([_named(entry), name, f"{shown['rows']:.1%}", *cells, *about])
     return rows
 
 
 def tasks(entries: Sequence[dict[str, Any]]) -> list[list[str]]:
-    """The F1 of each method, task by task, for each model."""
-    kinds = dict.fromkeys(
-        kind for entry in entries for kind, of in entry["sets"].items() if "f1" in of["full"]
-    )
+    """The divergence of each method, and the answers that it keeps, task by task, for each model."""
+    kinds = dict.fromkeys(kind for entry in entries for kind in entry["sets"])
     rows = [["model, tokens", "method", *kinds]]
     for entry in entries:
         for name in entry["overall"]:
             of = [entry["sets"].get(kind, {}).get(name) for kind in kinds]
-            rows.append([_named(entry), name, *("" if one is None else f"{one['f1']:.2f}" for one in of)])
-    return rows
-
-
-def of_full(sets: Mapping[str, Mapping[str, Any]]) -> tuple[list[str], dict[str, float]]:
-    """Tasks that full recompute answers in at least `ANSWERED` of the samples; by method, how many exact
-    answers it gives to them for each of full recompute's. No method where there is no such task."""
-    answered = [kind for kind, methods in sets.items() if methods["full"].get("exact", 0.0) >= ANSWERED]
-    if not answered:
-        return [], {}
-    exact = {name: sum(sets[kind][name]["exact"] for kind in answered) for name in sets[answered[0]]}
-    return answered, {name: right / exact["full"] for name, right in exact.items()}
-
-
-def curve(found: dict[str, Any]) -> list[list[str]]:
-    """How right answers are by the rows that are computed, fewest first; task by task, and all together.
-
-    `of full` is `of_full`'s.
-    """
-    sets, means = found["sets"], found["overall"]
-    kinds = [kind for kind in sets if "exact" in sets[kind]["full"]]
-    _, shares = of_full(sets)
-    rows = [["method", "rows", "KL", "exact", "of full", *kinds]]
-    for name in sorted(means, key=lambda name: (means[name]["rows"], name)):
-        each = {kind: sets[kind][name]["exact"] for kind in kinds}
-        share = f"{shares[name]:.2f}" if name in shares else ""
-        cells = [_shown(means[name], "kl", ".3f"), _shown(means[name], "exact", ".2f"), share]
-        rows.append([name, f"{means[name]['rows']:.1%}", *cells, *(f"{one:.2f}" for one in each.values())])
+            cells = ("" if one is None else f"{one['kl']:.3f}, {one['exact']:.2f}" for one in of)
+            rows.append([_named(entry), name, *cells])
     return rows
 
 
@@ -164,19 +160,21 @@ def overpaid(document: dict[str, Any]) -> list[list[str]]:
 
 
 def draw(entry: dict[str, Any], path: Path) -> None:
-    """Draw F1 against the rows that were computed, and against the time to the first token.
+    """Draw the divergence from full recompute against the rows that were computed, and against the time.
 
     Methods that stand close together are drawn a little apart, with their names beside them.
     """
     figure, (by_rows, by_time) = panels(2, 5.4, 4.4)
+    overall = {name: shown for name, shown in entry["overall"].items() if name != "full"}
     for panel in (by_rows, by_time):
         at = {
             name: shown["rows"] if panel is by_rows else 1 / shown["speedup"]
-            for name, shown in entry["overall"].items()
+            for name, shown in overall.items()
         }
-        panel.set(title=_named(entry), ylabel="F1, mean over tasks", xscale="log")
+        panel.set(title=_named(entry), xscale="log", yscale="log")
+        panel.set_ylabel("KL from full recompute, nats a token")
         for together in clusters(at):
-            _draw_together(panel, together, entry["overall"])
+            _draw_together(panel, together, overall)
         panel.set_xlim(min(at.values()) / 1.3, 5 * max(at.values()))
     by_rows.set_xlabel("rows computed, of all")
     by_time.set_xlabel("time to the first token, of a full prefill's")
@@ -205,15 +203,15 @@ def spread(wanted: Sequence[float], gap: float) -> list[float]:
 
 def _draw_together(panel: Any, at: dict[str, float], overall: dict[str, Any]) -> None:
     """Points of one cluster with their intervals, and their names to the right of all of them."""
-    names = sorted(at, key=lambda name: float(overall[name]["f1"]))
-    places = spread([overall[name]["f1"] for name in names], 0.013)
+    names = sorted(at, key=lambda name: float(overall[name]["kl"]))
+    places = spread([math.log10(overall[name]["kl"]) for name in names], 0.035)
     right = max(at.values()) * 1.25
     for number, (name, place) in enumerate(zip(names, places, strict=True)):
-        x, f1 = at[name] * (1 + 0.015 * (number - len(names) / 2)), overall[name]["f1"]
-        (point,) = panel.plot(x, f1, "o", markersize=4)
-        panel.vlines(x, *overall[name]["f1_interval"], alpha=0.3, color=point.get_color(), linewidth=1)
-        panel.plot([x, right], [f1, place], color=point.get_color(), linewidth=0.5)
-        panel.text(right * 1.02, place, name, fontsize=7, va="center", color=point.get_color())
+        x, kl = at[name] * (1 + 0.015 * (number - len(names) / 2)), overall[name]["kl"]
+        (point,) = panel.plot(x, kl, "o", markersize=4)
+        panel.vlines(x, *overall[name]["kl_interval"], alpha=0.3, color=point.get_color(), linewidth=1)
+        panel.plot([x, right], [kl, 10**place], color=point.get_color(), linewidth=0.5)
+        panel.text(right * 1.02, 10**place, name, fontsize=7, va="center", color=point.get_color())
 
 
 def _named(entry: dict[str, Any]) -> str:

@@ -94,9 +94,11 @@ class Selection:
 
     Args:
         method: one of `kvkit.blend.methods.registry.METHODS`, each of which names its paper, or the
-            "package.module:name" of another `BlendMethod`. `question_attention`: the tokens that the question
-            attends to most; `k_deviation`, `v_deviation`: the tokens with the largest change of K or V in
-            layer 1 when layer 0 is computed in full (CacheBlend); `first_n`: the first of every span (EPIC).
+            "package.module:name" of another `BlendMethod`. `prophetkv`: the tokens that the question attends
+            to most, over all layers (ProphetKV); `question_attention`: the same over the first layers, by the
+            head that attends most; `k_deviation`, `v_deviation`: the tokens with the largest change of K or V
+            in layer 1 when layer 0 is computed in full (CacheBlend); `first_n`: the first of every span
+            (EPIC).
         ratio: budget of recomputation, 0 to 1: share of the reused tokens' rows through all layers. It
             includes the cost of choosing, so somewhat fewer tokens are chosen.
         first_n: number of tokens at the start of every span that are always recomputed. They lost most: each
@@ -118,7 +120,7 @@ class Selection:
         BlendError: a field is out of range, or the method is not available.
     """
 
-    method: str = "question_attention"
+    method: str = "prophetkv"
     ratio: float = 0.15
     first_n: int = 8
     layers: int = 8

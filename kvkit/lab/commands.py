@@ -107,7 +107,8 @@ def bench_blend(
     from kvkit.lab.files import BenchError, check_folders, measuring, model_folder
     from kvkit.lab.quality import comparison as quality
     from kvkit.lab.quality.in_vllm import opened
-    from kvkit.lab.quality.judge import METHODS, Judge, load_auxiliary, method_named
+    from kvkit.lab.quality.judge import Judge, load_auxiliary
+    from kvkit.lab.quality.methods import METHODS, method_named
     from kvkit.lab.quality.tasks.registry import SETS, TASKS, parse_tasks
     from kvkit.observe.progress import counted, timed
 

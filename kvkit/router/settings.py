@@ -129,7 +129,7 @@ class BlendLimits(BaseModel):
         le=1,
     )
     methods: tuple[Annotated[str, AfterValidator(served)], ...] = Field(
-        default=("question_attention", "first_n"),
+        default=("prophetkv", "question_attention", "first_n"),
         description="methods of choosing tokens to recompute that requests may name, if engines know them",
     )
     marks: Annotated[tuple[str, str] | None, AfterValidator(_distinct_marks)] = Field(

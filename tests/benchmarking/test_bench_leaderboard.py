@@ -15,7 +15,7 @@ from benchmarks.research import leaderboard, lost_context
 from kvkit import cli
 from kvkit.blend.methods import registry
 from kvkit.environment import slug_of
-from kvkit.lab.quality.judge import method_named
+from kvkit.lab.quality.methods import method_named
 
 
 @pytest.fixture(scope="module")

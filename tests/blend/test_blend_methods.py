@@ -310,7 +310,7 @@ def test_a_method_of_your_own_is_named_by_its_module(model: Any, decoder: Huggin
 @pytest.mark.parametrize(
     ("name", "told"),
     [
-        ("attention", "want one of question_attention, .*, or package.module:name"),
+        ("attention", "want one of prophetkv, .*, or package.module:name"),
         ("nowhere.at_all:METHOD", "No module named 'nowhere'"),
         (f"{__name__}:NONE", "module .* has no attribute 'NONE'"),
         (f"{__name__}:N", "is a int, want a BlendMethod"),
@@ -326,7 +326,7 @@ def test_a_method_that_cannot_be_had_is_named(name: str, told: str) -> None:
 def test_engines_provide_for_the_questions_attention_alone() -> None:
     fine = [f"{__name__}:LATE", "question_attention", "prophetkv", "first_n", "random"]
     assert [served(name) for name in fine] == fine
-    want = "want one of question_attention, first_n, prophetkv, random"
+    want = "want one of prophetkv, question_attention, first_n, random"
     for name, needs in {
         "k_deviation": "deviations of a layer's K and V",
         "infoflow": "the question's attention with heads='norm'",

@@ -19,7 +19,8 @@ from kvkit.blend.plan import BlendError, Selection
 from kvkit.config import load_config
 from kvkit.format.rope import Rope
 from kvkit.kernels.pages import reference
-from kvkit.lab.quality.judge import Judge, Method, method_named
+from kvkit.lab.quality.judge import Judge
+from kvkit.lab.quality.methods import Method, method_named
 from kvkit.lab.quality.tasks.registry import samples
 
 KINDS = ("deepseek_v2", "deepseek_v3", "youtu", "glm4_moe_lite")

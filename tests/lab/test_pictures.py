@@ -30,14 +30,14 @@ def test_simulate_names_capacities_in_gib_and_says_what_it_wrote(tmp_path: Path)
 
 def test_methods_of_one_s_own_have_a_mark_and_a_name_in_the_legend(tmp_path: Path) -> None:
     """One mark for all shares of rows of a method; kvkit's others are dots with their names beside."""
-    names = ("default .05", "default .15", "k deviation .15", "infoflow .15", "full")
+    names = ("default .05", "default .15", "k_deviation .15", "infoflow .15", "full")
     mine = ("mine:entropy .15", "mine:entropy .30", "default .15, first 9", "other .10")
     figures: dict[str, Any] = {"kl": 0.1, "kl_interval": [0.05, 0.2]}
     summary = {"qa": {name: figures | {"rows": 0.15} for name in (*names, *mine)}}
     quality.draw(summary, tmp_path / "x.svg")
     picture = (tmp_path / "x.svg").read_text()
     legend = re.findall(r"<!-- (.*) -->", picture[picture.index('<g id="legend_1">') :])
-    assert legend == ["default", "k deviation", "mine:entropy", "default .15, first 9", "other"]
+    assert legend == ["default", "k_deviation", "mine:entropy", "default .15, first 9", "other"]
     assert "infoflow .15" in texts(tmp_path / "x.svg")
     dots = [text for text in texts(tmp_path / "x.svg") if text in mine]
     assert dots == ["default .15, first 9"], "in the legend alone"

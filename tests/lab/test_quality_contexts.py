@@ -15,7 +15,8 @@ from random_models import random_model
 from kvkit.adapters.huggingface.growing import GrowingCache
 from kvkit.kernels.pages import reference
 from kvkit.lab.quality.contexts import context_texts
-from kvkit.lab.quality.judge import Judge, method_named
+from kvkit.lab.quality.judge import Judge
+from kvkit.lab.quality.methods import method_named
 from kvkit.lab.quality.peers import (
     APE_SCALE,
     APE_TEMPERATURE,

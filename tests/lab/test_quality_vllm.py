@@ -22,7 +22,8 @@ from kvkit.blend import gate
 from kvkit.blend.plan import BlendError, Selection
 from kvkit.lab.quality import comparison as quality
 from kvkit.lab.quality.in_vllm import CHUNK_TOKENS, is_served
-from kvkit.lab.quality.judge import Judge, method_named
+from kvkit.lab.quality.judge import Judge
+from kvkit.lab.quality.methods import method_named
 from kvkit.lab.quality.tasks.registry import SETS
 from kvkit.lab.quality.verdicts import served_names
 
@@ -53,7 +54,7 @@ def test_vllm_and_transformers_find_the_same(tmp_path: Path) -> None:
     names = (
         "naive",
         "default .15",
-        "prophetkv .15",
+        "question_attention .15",
         "random .15",
         "default .15, alone",
         "question_attention 1",
@@ -92,8 +93,8 @@ def test_vllm_and_transformers_find_the_same(tmp_path: Path) -> None:
         ("first_n .15", True),
         ("default .30", True),
         ("cacheblend .15", False),
-        ("default .15, drift", False),
-        ("k deviation .15, block mask", False),
+        ("default .15, drift .5", False),
+        ("k_deviation .15, block mask", False),
     ],
 )
 def test_vllm_measures_what_a_request_can_ask_for(name: str, can: bool) -> None:

@@ -11,7 +11,7 @@ import numpy as np
 
 from kvkit.lab.quality import comparison as quality
 from kvkit.lab.quality.in_vllm import EngineJudge
-from kvkit.lab.quality.judge import method_named
+from kvkit.lab.quality.methods import method_named
 
 
 def measure(model: str, kept: str, lead: str, sizes: str, *names: str) -> Any:

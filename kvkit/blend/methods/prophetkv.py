@@ -1,4 +1,4 @@
-"""ProphetKV: the question's attention, averaged over all heads and layers.
+"""ProphetKV: the question's attention, averaged over all heads and layers. The default.
 
 Wang et al., "ProphetKV: User-Query-Driven Selective Recomputation for Efficient KV Cache Reuse in
 Retrieval-Augmented Generation" (ICML 2026), https://arxiv.org/abs/2602.02579: the question runs over the KV

@@ -1,4 +1,4 @@
-"""The tokens that the question attends to most: kvkit's own method, the default.
+"""The tokens that the question attends to most in the first layers: kvkit's own method.
 
 The score is the largest attention of any head, summed over the first layers: only few heads look for the
 question's subject. It is weighted by the norm of the value, and corrected for the token's position.

@@ -21,13 +21,13 @@ from kvkit.blend.methods.method import BlendMethod, NeedsQuestion
 from kvkit.settings import imported
 
 METHODS: Mapping[str, BlendMethod] = {
+    "prophetkv": prophetkv.METHOD,
     "question_attention": question_attention.METHOD,
     "k_deviation": deviation.BY_K,
     "v_deviation": deviation.BY_V,
     "first_n": first_n.METHOD,
     "cacheblend": cacheblend.METHOD,
     "infoflow": infoflow.METHOD,
-    "prophetkv": prophetkv.METHOD,
     "qcfuse": qcfuse.METHOD,
     "sparsex": sparsex.METHOD,
     "cacheclip": cacheclip.METHOD,

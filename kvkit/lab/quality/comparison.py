@@ -17,7 +17,8 @@ from rich.table import Table
 from kvkit.blend import gate
 from kvkit.blend.plan import Selection
 from kvkit.lab.files import BenchError
-from kvkit.lab.quality.judge import METHODS, Measures, Method, method_named
+from kvkit.lab.quality.judge import Measures
+from kvkit.lab.quality.methods import METHODS, Method, method_named
 from kvkit.lab.quality.statistics import bootstrap, paired_p, resampled_means, wilson
 from kvkit.lab.quality.tasks.registry import SETS, samples
 from kvkit.lab.quality.tasks.sample import Encode, Sample
@@ -142,9 +143,8 @@ def _identity(judge: Measuring, sample: Sample) -> str:
 def summarise(entries: Sequence[Mapping[str, Any]]) -> dict[str, dict[str, dict[str, Any]]]:
     """Return mean figures by set and method, with 95 % intervals [low, high] for those of `FIGURES`.
 
-    `kl_p`, `f1_p`: p of a paired test against the baseline, as in `overall`. `kl_of_k_deviation`: KL
-    divergence relative to that of K deviation at the same ratio, with its interval. `speedup`: median seconds
-    of full recompute relative to the method's.
+    `kl_p`, `f1_p`: p of a paired test against the baseline, as in `overall`. `speedup`: median seconds of full
+    recompute relative to the method's.
     """
     return {
         kind: {name: _summary(measurements, name) for name in measurements[0]}
@@ -239,11 +239,6 @@ def _summary(measurements: Sequence[Mapping[str, Measures]], name: str) -> dict[
     summary["speedup"] = float(
         np.median(values_of("full", "seconds")) / np.median(values_of(name, "seconds"))
     )
-    k_deviation = name.replace("default", "k deviation").partition(",")[0]
-    if name.startswith("default") and k_deviation in measurements[0]:
-        a, b = values_of(name, "kl"), values_of(k_deviation, "kl")
-        summary["kl_of_k_deviation"] = float(a.mean() / b.mean())
-        summary["kl_of_k_deviation_interval"] = list(bootstrap(a, b))
     return summary
 
 
@@ -315,8 +310,7 @@ def table(kind: str, summary: Mapping[str, Mapping[str, Any]], wide: bool = Fals
     count = next(iter(summary.values()))["samples"]
     shown = Table(title=f"{kind}, {count} samples: against full recompute, with 95 % intervals")
     shown.add_column("method")
-    headings = ("rows", "KL", "top-1", "perplexity", "exact", "F1", "speedup")
-    for heading in (*headings, *(["KL / K deviation's"] if wide else [])):
+    for heading in ("rows", "KL", "top-1", "perplexity", "exact", "F1", "speedup"):
         shown.add_column(heading, justify="right")
 
     def formatted(figures: Mapping[str, Any], name: str, digits: int) -> str:
@@ -334,7 +328,6 @@ def table(kind: str, summary: Mapping[str, Mapping[str, Any]], wide: bool = Fals
             formatted(figures, "exact", 2),
             formatted(figures, "f1", 2),
             f"{figures['speedup']:.1f}×",
-            *([_with_interval(figures, "kl_of_k_deviation", 2)] if wide else []),
         )
     return shown
 
@@ -357,10 +350,10 @@ def _family(name: str) -> str:
 def draw(summary: Mapping[str, Mapping[str, Mapping[str, Any]]], path: Path) -> None:
     """Draw quality against computed rows, a panel per set.
 
-    The legend lists the default method, K deviation and custom methods; other methods of kvkit are small dots
-    with their names.
+    The legend lists the default method, `k_deviation` and methods that are not in `METHODS`; those that are,
+    are small dots with their names.
     """
-    families = {"default": ("#2e4057", "o"), "k deviation": ("#d1495b", "s")}
+    families = {"default": ("#2e4057", "o"), "k_deviation": ("#d1495b", "s")}
     custom = dict.fromkeys(
         _family(name) for methods in summary.values() for name in methods if name not in (*METHODS, "full")
     )

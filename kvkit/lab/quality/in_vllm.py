@@ -20,7 +20,8 @@ from kvkit.blend.plan import BlendPlan, Selection, Span, observed_layers, plan_b
 from kvkit.environment import gpu_name
 from kvkit.lab.files import BenchError
 from kvkit.lab.quality.contexts import Context
-from kvkit.lab.quality.judge import Judge, Measures, Method, NotBlendable, figures_of, load_judge
+from kvkit.lab.quality.judge import Judge, Measures, NotBlendable, figures_of, load_judge
+from kvkit.lab.quality.methods import Method
 from kvkit.lab.quality.statistics import f1
 from kvkit.lab.quality.tasks.sample import SYSTEM_PROMPT, Encode, Sample
 from kvkit.lab.serve import memory
@@ -115,7 +116,7 @@ class EngineJudge:
             "staging": TIER_BYTES,
             "tiers": {"memory": {"capacity": TIER_BYTES}},
         }
-        method_names = {"question_attention", *(method.selection.method for method in methods.values())}
+        method_names = {Selection().method, *(method.selection.method for method in methods.values())}
         transfer = KVTransferConfig(
             kv_connector="KVKitConnector",
             kv_role="kv_both",

@@ -6,12 +6,10 @@ the same context then blend the same documents. It compares the distributions of
 
 from __future__ import annotations
 
-import re
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
-from typing import Any, TypeVar, get_args
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
@@ -25,10 +23,11 @@ from kvkit.adapters.huggingface.fingerprint import model_fingerprint
 from kvkit.adapters.huggingface.growing import GrowingCache
 from kvkit.adapters.huggingface.latent import decoder_of
 from kvkit.adapters.huggingface.probe import probe_layout
-from kvkit.blend.plan import BlendError, BlendPlan, Selection, Span, plan_blend
+from kvkit.blend.plan import BlendError, BlendPlan, Span, plan_blend
 from kvkit.blend.run import Blended, LastKeys, Positions, Reader, blend
 from kvkit.lab.files import BenchError, load_model, load_tokenizer, model_folder
 from kvkit.lab.quality.contexts import Context, context_texts
+from kvkit.lab.quality.methods import METHODS, Method
 from kvkit.lab.quality.peers import adaptive_parallel_encoding, fewer_documents
 from kvkit.lab.quality.statistics import f1
 from kvkit.lab.quality.tasks.sample import SYSTEM_PROMPT, Encode, Sample
@@ -37,109 +36,6 @@ M = TypeVar("M", bound="MeasuredModel")
 Measures = dict[str, float]
 
 BLOCK_ROWS = 32
-
-
-@dataclass(frozen=True, slots=True)
-class Method:
-    """Method that fills in a prompt's KV.
-
-    Args:
-        selection: selection of the tokens to recompute.
-        imitates: "" for blending, or another system: `bottom-right mask` (CacheBlend's code: with M rows and
-            N keys, row i sees keys up to N - M + i), `block mask` (LMCache 0.5's sparse kernel: 32 selected
-            rows see the keys before the block of 32 with the last row; rows of an incomplete block get
-            zeros), or of `kvkit.lab.quality.peers`, `fewer documents` (`selection.ratio` of them, computed in
-            full) or `ape` (no rows, other attention).
-        context: what the documents were computed behind.
-    """
-
-    selection: Selection
-    imitates: str = ""
-    context: Context = "prefix"
-
-
-_K_DEVIATION = {ratio: Selection("k_deviation", ratio, 0) for ratio in (0.05, 0.15, 0.30)}
-METHODS: Mapping[str, Method] = {
-    "default .15": Method(Selection()),
-    "naive": Method(Selection("first_n", 0.0, 0)),
-    "first n .15": Method(Selection("first_n", 0.15, 0)),
-    "random .15": Method(Selection("random", 0.15, 0)),
-    "v deviation .15": Method(Selection("v_deviation", 0.15, 0)),
-    "question .15": Method(Selection("question_attention", 0.15, 0)),
-    "default .15, 4 layers": Method(Selection(layers=4)),
-    "default .15, 16 layers": Method(Selection(layers=16)),
-    "default .15, no value norm": Method(Selection(value_norm=False)),
-    "default .15, no fade": Method(Selection(fade=0)),
-    "default .15, drift": Method(Selection(drift=0.5)),
-    **{f"k deviation .{100 * ratio:02.0f}": Method(selection) for ratio, selection in _K_DEVIATION.items()},
-    **{f"default .{100 * ratio:02.0f}": Method(Selection(ratio=ratio)) for ratio in _K_DEVIATION},
-    "k deviation .15, bottom-right mask": Method(_K_DEVIATION[0.15], "bottom-right mask"),
-    "k deviation .15, block mask": Method(_K_DEVIATION[0.15], "block mask"),
-    **{
-        f"{name} .15": Method(Selection(name, 0.15, 0))
-        for name in ("cacheblend", "infoflow", "prophetkv", "qcfuse", "sparsex", "oracle", "oracle_change")
-    },
-    "ape": Method(Selection("first_n", 0.0, 0), "ape"),
-    "fewer documents .25": Method(Selection("first_n", 0.25, 0), "fewer documents"),
-}
-_OPTIONS: Mapping[str, tuple[str, Callable[[str], float]]] = {
-    "covering": ("coverage", float),
-    "first": ("first_n", int),
-}
-_CONTEXTS: Mapping[str, Context] = {context: context for context in get_args(Context)}
-
-
-def method_named(name: str) -> Method:
-    """Return one of `METHODS`, or build a method from "NAME .15": a blending method and its ratio.
-
-    NAME is "default", one of `kvkit.blend.methods.registry.METHODS`, package.module:name or "fewer
-    documents". Without a ratio, the default's applies. In "NAME .40, covering .8" the option sets
-    `Selection.coverage`, in "NAME .15, first 8" `Selection.first_n`, which is otherwise 0 unless NAME is
-    "default". "NAME .15, alone" sets the context.
-
-    Raises:
-        BenchError: the name is none of `METHODS`, and its method, ratio or option is invalid.
-    """
-    if name in METHODS:
-        return METHODS[name]
-    base, *options = name.split(", ")
-    try:
-        built = METHODS.get(base) or _with_ratio(base)
-        settings: dict[str, Any] = {}
-        context = built.context
-        for option in options:
-            option_name, _, value = option.partition(" ")
-            if option in _CONTEXTS:
-                context = _CONTEXTS[option]
-            elif option_name in _OPTIONS:
-                field, convert = _OPTIONS[option_name]
-                settings[field] = convert(value)
-            else:
-                raise ValueError(f"{option!r} is not an option")
-        return replace(built, selection=replace(built.selection, **settings), context=context)
-    except ValueError as error:
-        if ":" in base:
-            raise BenchError(f"methods: {name!r}: {error}") from error
-        hints = [*(f"{option_name} N" for option_name in _OPTIONS), *_CONTEXTS]
-        option_hints = " or ".join(f"', {hint}'" for hint in hints)
-        raise BenchError(
-            f"methods: {name!r}: {error}. Want some of {'; '.join(METHODS)}; or NAME .15, "
-            f"also with {option_hints}"
-        ) from error
-
-
-def _with_ratio(name: str) -> Method:
-    """Return the method of a name and perhaps a ratio.
-
-    Raises:
-        ValueError: there is no such method, or the ratio is invalid.
-    """
-    method, _, ratio = name.rpartition(" ")
-    settings: dict[str, Any] = {"ratio": float(ratio)} if re.fullmatch(r"[\d.]+", ratio) else {}
-    method = method if settings else name
-    if method == "fewer documents":
-        return Method(Selection("first_n", first_n=0, **settings), method)
-    return Method(Selection(**settings) if method == "default" else Selection(method, first_n=0, **settings))
 
 
 class NotBlendable(BenchError):
