@@ -118,6 +118,7 @@ API = (
     "lab.simulate.traces",
     "lab.serve.workloads",
     "lab.quality.judge",
+    "lab.quality.methods",
     "lab.quality.tasks.registry",
     "adapters.vllm.settings",
     "lab.serve.memory",

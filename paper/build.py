@@ -14,7 +14,6 @@ from typing import Any
 
 import typst
 
-from benchmarks.research import leaderboard
 from kvkit.blend import gate, plan
 from kvkit.format import names, record
 from kvkit.kernels.pages.reference import LARGEST
@@ -43,7 +42,7 @@ def build(results: Path = RESULTS, out: Path = OUT) -> Path:
     out.mkdir(parents=True, exist_ok=True)
     (out / "data.json").write_text(json.dumps(data, indent=1) + "\n")
     plots.draw(data, out / "reuse.svg")
-    plots.draw_blend(data["blend_1k"]["sets"], out / "blend.svg")
+    plots.draw_blend(data["made"]["boards"], out / "blend.svg")
     plots.draw_frontier(data["made"]["frontier"]["cells"], out / "frontier.svg")
     plots.draw_timeline(data["timeline"]["events"], out / "timeline.svg")
     pdf = out / "kvkit.pdf"
@@ -109,9 +108,6 @@ def collect(folder: Path) -> dict[str, Any]:
             "precision_top1": precision.MIN_TOP1,
             "ratio": plan.Selection().ratio,
             "first_n": plan.Selection().first_n,
-            "looked": plan.Selection().layers,
-            "fade": plan.Selection().fade,
-            "answered": leaderboard.ANSWERED,
         },
     }
 

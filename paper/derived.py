@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import statistics
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
@@ -11,8 +12,11 @@ import numpy as np
 
 from benchmarks.report.computed import frontier
 from benchmarks.report.computed_gpu import fastest
-from benchmarks.research.leaderboard import of_full
+from benchmarks.research.leaderboard import details_at, methods_at
 from kvkit.lab.quality.statistics import bootstrap
+
+EQUAL_ROWS = 0.1
+"""How far methods at equal rows may be apart."""
 
 
 def derive(sources: Mapping[str, Any]) -> dict[str, Any]:
@@ -46,8 +50,37 @@ def derive(sources: Mapping[str, Any]) -> dict[str, Any]:
         ],
         "frontier": frontier(sources["frontier"]["runs"]),
         "gpu": on_gpu(sources["gpu"]["results"]),
-        "blend_rows": dict(zip(("answered", "of_full"), of_full(sources["blend_rows"]["sets"]), strict=True)),
+        "boards": [board(found) for name, found in sources.items() if name.startswith("board_")],
     }
+
+
+def board(found: Mapping[str, Any]) -> dict[str, Any]:
+    """A leaderboard: its methods under names without a ratio, and the default's figures by ratio.
+
+    `behind`, `level`, `ahead`: methods that compute as many rows as the default, by whether the interval of
+    the difference of their divergence from the default's is above 0, includes it, or is below. `knowing`:
+    those that know what no engine does, the full prefill or the prompt's other documents.
+    """
+    overall, equal = found["overall"], methods_at(found["tokens"])
+    default = equal[0]
+    curve = {name: row for name, row in overall.items() if re.fullmatch(r"prophetkv \.\d+, first 8", name)}
+    named = {
+        re.sub(r" \.\d+", "", name, count=1): overall[name]
+        for name in (*equal, *details_at(found["tokens"]))
+        if name in overall and (name not in curve or name == default)
+    }
+    sides: dict[str, list[str]] = {"behind": [], "level": [], "ahead": [], "knowing": []}
+    for name, row in list(named.items())[1:]:
+        low, high = row["kl_ahead_interval"]
+        if "mask" in name or abs(row["rows"] / overall[default]["rows"] - 1) > EQUAL_ROWS:
+            continue
+        if re.search("oracle|related|anchored", name):
+            sides["knowing"].append(name)
+        else:
+            sides["behind" if low > 0 else "ahead" if high < 0 else "level"].append(name)
+    about = {key: found[key] for key in ("model", "tokens", "samples")} | {"tasks": list(found["sets"])}
+    by_rows = sorted(curve.values(), key=lambda row: float(row["rows"]))
+    return about | {"methods": named, "curve": by_rows} | sides
 
 
 def on_gpu(results: Sequence[Mapping[str, Any]]) -> dict[str, Any]:

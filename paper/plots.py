@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 from matplotlib import rc_context, ticker
 from matplotlib.figure import Figure
 
@@ -26,6 +25,10 @@ _LEGEND: Mapping[str, Any] = {
     "handlelength": 1.6,
     "handletextpad": 0.5,
 }
+
+
+SIDES = ("behind", "level", "ahead", "knowing")
+"""Where methods at equal rows stand beside the default."""
 
 
 @contextmanager
@@ -185,50 +188,30 @@ def draw(data: Mapping[str, Any], path: Path) -> None:
         right.legend([handles[name] for name in order], order, **_LEGEND)
 
 
-def draw_blend(sets: Mapping[str, Mapping[str, Any]], path: Path) -> None:
-    """Distance from full recompute's answers against computed rows, a panel per set."""
-    families = {"default": ("o", "-", "#24435f"), "k deviation": ("s", "--", "#8a6d3b")}
-    with drawing(path, columns=len(sets), height=2.3, sharex=True) as (figure, panels):
-        for panel, (kind, methods) in zip(panels, sets.items(), strict=True):
-            for family, (marker, line, colour) in families.items():
-                names = [name for name in methods if name.startswith(f"{family} .") and "," not in name]
-                found = sorted((methods[name] for name in names), key=lambda figures: figures["rows"])
-                panel.errorbar(
-                    [100 * figures["rows"] for figures in found],
-                    [figures["kl"] for figures in found],
-                    np.abs([[figures["kl"] - end for end in figures["kl_interval"]] for figures in found]).T
-                    if found
-                    else None,
-                    marker=marker,
-                    ms=3.5,
-                    linestyle=line,
-                    linewidth=0.9,
-                    elinewidth=0.6,
-                    color=colour,
-                    label=family,
-                )
-            marked = {"naive": "x", "first n .15": "^", "random .15": "v"}
-            for name, marker in marked.items():
-                if name in methods:
-                    figures = methods[name]
-                    panel.plot(
-                        100 * figures["rows"],
-                        figures["kl"],
-                        marker,
-                        ms=4,
-                        color="black",
-                        mfc="white",
-                        zorder=3,
-                        label=name,
-                    )
-            panel.set(title=kind, xlabel="rows computed, % of all", yscale="log")
-            panel.yaxis.set_major_locator(ticker.LogLocator(subs=(1, 2, 5)))
-            panel.yaxis.set_major_formatter(ticker.FuncFormatter(lambda value, _: f"{value:g}"))
-            panel.yaxis.set_minor_locator(ticker.NullLocator())
-        panels[0].set_ylabel("KL divergence, nats per token")
-        handles, labels = panels[0].get_legend_handles_labels()
-        if labels:
-            figure.legend(handles, labels, loc="outside lower center", ncols=len(labels), frameon=False)
+def draw_blend(boards: Sequence[Mapping[str, Any]], path: Path) -> None:
+    """By how much divergences from full recompute exceed the default's, a panel per leaderboard."""
+    names = list(dict.fromkeys(name for board in boards for side in SIDES for name in board[side]))
+    names.sort(key=lambda name: max(_exceeds(board, name)[0] for board in boards if name in board["methods"]))
+    height = 0.6 + 0.16 * len(names)
+    with drawing(path, columns=len(boards), height=height, sharey=True) as (_, panels):
+        for panel, board in zip(panels, boards, strict=True):
+            for place, name in enumerate(names):
+                if name not in board["methods"]:
+                    continue
+                value, low, high = _exceeds(board, name)
+                panel.plot([low, high], [place, place], color="#24435f", linewidth=1)
+                panel.plot(value, place, "o", ms=3.5, color="#24435f")
+            panel.axvline(0, color="black", linewidth=0.6)
+            panel.set(title=f"{board['model']}, {board['tokens']:,} tokens")
+            panel.set_xlabel("KL divergence above the default's, nats per token")
+        panels[0].set_yticks(range(len(names)), names, fontsize=7)
+        panels[0].invert_yaxis()
+
+
+def _exceeds(board: Mapping[str, Any], name: str) -> tuple[float, float, float]:
+    """The difference from the default's divergence, and its interval."""
+    row = board["methods"][name]
+    return row["kl_ahead"], row["kl_ahead_interval"][0], row["kl_ahead_interval"][1]
 
 
 def _ratio(entry: Mapping[str, float]) -> tuple[float, float]:

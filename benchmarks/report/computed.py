@@ -19,7 +19,11 @@ Row = Mapping[str, Any]
 CHECKSUMS = (
     *("memcpy", "xxh3_64, whole", "xxh3_64, per layer", "crc32c", "zlib.crc32", "blake3", "seal", "verify"),
 )
-BLENDED = {"blended": "blended, 15 % recomputed", "naive": "blended, nothing recomputed"}
+BLENDED = {
+    "blended": "blended, 15 % recomputed",
+    "question_attention": "the same by question_attention",
+    "naive": "blended, nothing recomputed",
+}
 _MOONCAKE = "mooncake-transfer-engine-non-cuda"
 _USES = {
     "kvkit": ("kvkit",),
@@ -237,22 +241,6 @@ def routing(found: Row) -> Rows:
     for trace in dict.fromkeys(trace for trace, _ in cells):
         means = [map(statistics.mean, zip(*cells[trace, way], strict=True)) for way in rows[0][1:]]
         rows.append([trace, *(f"{hit:.1%}, {p50:.2f} / {p99:.1f} s" for hit, p50, p99 in means)])
-    return rows
-
-
-def blend(document: Row) -> Rows:
-    """Distance from full recompute and exact answers of each method, fewest computed rows first."""
-    sets: Mapping[str, Any] = document["sets"]
-    kinds = list(sets)
-    rows = [["method", "rows", *(f"KL, {kind}" for kind in kinds), "exact answers", "speedup"]]
-    first = sets[kinds[0]]
-    for name in sorted(first, key=lambda name: (first[name]["rows"], name)):
-        cells = [name, f"{first[name]['rows']:.1%}"]
-        for kind in kinds:
-            low, high = sets[kind][name]["kl_interval"]
-            cells.append(f"{sets[kind][name]['kl']:.3f} ({low:.3f}–{high:.3f})")
-        exact = [sets[kind][name]["exact"] for kind in kinds if "exact" in sets[kind][name]]
-        rows.append([*cells, "".join(f"{value:.2f}" for value in exact), f"{first[name]['speedup']:.1f}×"])
     return rows
 
 

@@ -29,8 +29,6 @@ DETAILED = ("smollm2",)
 TASKS = ("retrieval", "needle keys", "qa")
 OTHER_CONTEXTS = ("alone", "related", "anchored")
 """Of documents that were not computed behind the system prompt alone."""
-CLOSE = 1.6
-"""Of figures on a logarithmic scale, one over the other."""
 
 
 def methods_at(tokens: int) -> tuple[str, ...]:
@@ -160,58 +158,21 @@ def overpaid(document: dict[str, Any]) -> list[list[str]]:
 
 
 def draw(entry: dict[str, Any], path: Path) -> None:
-    """Draw the divergence from full recompute against the rows that were computed, and against the time.
-
-    Methods that stand close together are drawn a little apart, with their names beside them.
-    """
-    figure, (by_rows, by_time) = panels(2, 5.4, 4.4)
+    """Draw each method's divergence and the answers that it keeps, with intervals, the nearest first."""
     overall = {name: shown for name, shown in entry["overall"].items() if name != "full"}
-    for panel in (by_rows, by_time):
-        at = {
-            name: shown["rows"] if panel is by_rows else 1 / shown["speedup"]
-            for name, shown in overall.items()
-        }
-        panel.set(title=_named(entry), xscale="log", yscale="log")
-        panel.set_ylabel("KL from full recompute, nats a token")
-        for together in clusters(at):
-            _draw_together(panel, together, overall)
-        panel.set_xlim(min(at.values()) / 1.3, 5 * max(at.values()))
-    by_rows.set_xlabel("rows computed, of all")
-    by_time.set_xlabel("time to the first token, of a full prefill's")
+    names = sorted(overall, key=lambda name: float(overall[name]["kl"]))
+    figure, (by_kl, by_kept) = panels(2, 5.0, 0.9 + 0.17 * len(names))
+    for panel, value in ((by_kl, "kl"), (by_kept, "kept")):
+        for place, name in enumerate(names):
+            shown, color = overall[name], "#d1495b" if name == next(iter(overall)) else "#2e4057"
+            panel.plot(shown[f"{value}_interval"], [place, place], color=color, linewidth=1)
+            panel.plot(shown[value], place, "o", markersize=4, color=color)
+        panel.set_yticks(range(len(names)), names if panel is by_kl else [""] * len(names), fontsize=7)
+        panel.invert_yaxis()
+        panel.set(title=_named(entry))
+    by_kl.set(xlabel="KL from full recompute, nats a token", xscale="log")
+    by_kept.set_xlabel("kept, of full recompute's answers")
     figure.savefig(path, dpi=110)
-
-
-def clusters(at: dict[str, float]) -> list[dict[str, float]]:
-    """Names by where they stand, those together that are within `CLOSE` of their neighbours."""
-    found: list[dict[str, float]] = []
-    last = 0.0
-    for name in sorted(at, key=lambda name: at[name]):
-        if not found or at[name] > CLOSE * last:
-            found.append({})
-        found[-1][name] = last = at[name]
-    return found
-
-
-def spread(wanted: Sequence[float], gap: float) -> list[float]:
-    """Places, ascending as what is wanted, at least `gap` apart and about the same mean."""
-    places: list[float] = []
-    for place in wanted:
-        places.append(max(place, places[-1] + gap) if places else place)
-    back = (sum(places) - sum(wanted)) / len(places)
-    return [place - back for place in places]
-
-
-def _draw_together(panel: Any, at: dict[str, float], overall: dict[str, Any]) -> None:
-    """Points of one cluster with their intervals, and their names to the right of all of them."""
-    names = sorted(at, key=lambda name: float(overall[name]["kl"]))
-    places = spread([math.log10(overall[name]["kl"]) for name in names], 0.035)
-    right = max(at.values()) * 1.25
-    for number, (name, place) in enumerate(zip(names, places, strict=True)):
-        x, kl = at[name] * (1 + 0.015 * (number - len(names) / 2)), overall[name]["kl"]
-        (point,) = panel.plot(x, kl, "o", markersize=4)
-        panel.vlines(x, *overall[name]["kl_interval"], alpha=0.3, color=point.get_color(), linewidth=1)
-        panel.plot([x, right], [kl, 10**place], color=point.get_color(), linewidth=0.5)
-        panel.text(right * 1.02, 10**place, name, fontsize=7, va="center", color=point.get_color())
 
 
 def _named(entry: dict[str, Any]) -> str:
@@ -220,7 +181,9 @@ def _named(entry: dict[str, Any]) -> str:
 
 
 def _shown(figures: dict[str, Any], name: str, form: str) -> str:
-    """A figure with its interval; one with a sign has those of its bounds apart."""
+    """A figure with its interval; one with a sign has those of its bounds apart; "" if there is none."""
+    if name not in figures:
+        return ""
     low, high = (format(bound, form) for bound in figures[f"{name}_interval"])
     bounds = f"{low} to {high}" if "+" in form else f"{low}–{high}"
     return f"{figures[name]:{form}} ({bounds})".replace("-", "−")

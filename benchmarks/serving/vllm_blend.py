@@ -7,11 +7,12 @@ which is emptied before each request. A prompt is 128 tokens, documents of 512 t
 these, in an order that no prompt had before, and a question; what is reused comes from memory. In every round
 each way is measured once:
 
-    plain      plain vLLM
-    blended    15 % of the reused tokens are recomputed
-    naive      none are recomputed
-    hit        all but the question was stored in this order, and is asked for exactly
-    computed   a new prompt of 640 tokens, exactly
+    plain                 plain vLLM
+    blended               15 % of the reused tokens are recomputed, by the default method
+    question_attention    the same by this method, which looks into fewer layers
+    naive                 none are recomputed
+    hit                   all but the question was stored in this order, and is asked for exactly
+    computed              a new prompt of 640 tokens, exactly
 
 The last two are measured with blending on and off.
 """
@@ -41,7 +42,12 @@ from kvkit.lab.serve.systems import ended_by_sigterm
 
 PREFIX, DOCUMENT, QUESTION, COMPUTED = BLOCK, 4 * BLOCK, 21, 5 * BLOCK
 """Tokens of each part of a prompt, and of a prompt that is computed."""
-RATIOS = {"blended": 0.15, "naive": 0.0}
+BLENDS: Mapping[str, Settings] = {
+    "blended": {"ratio": 0.15},
+    "question_attention": {"ratio": 0.15, "method": "question_attention"},
+    "naive": {"ratio": 0.0},
+}
+"""What requests ask for, by way."""
 HITS = 16
 """Exact hits of a round: they are short."""
 MEMORY_BYTES, STAGING_BYTES = 512 << 20, 128 << 20
@@ -91,12 +97,12 @@ class Measurement:
         """Measure each way once; rounds below 0 warm up."""
         documents = [token for d in self._order() for token in self._documents[d]]
         permuted = self._prefix + documents + self._text(QUESTION)
-        ways = ["plain", *RATIOS, *("hit",) * HITS, "computed"]
+        ways = ["plain", *BLENDS, *("hit",) * HITS, "computed"]
         turn = number % len(ways)
         for way in ways[turn:] + ways[:turn]:
             if way == "plain":
                 self._keep(number, way, self._tell("plain", permuted))
-            elif way in RATIOS:
+            elif way in BLENDS:
                 self._blend(number, way, permuted)
             else:
                 for name in ("on", "off") if number % 2 else ("off", "on"):
@@ -108,7 +114,7 @@ class Measurement:
     def _blend(self, number: int, way: str, prompt: list[int]) -> None:
         starts = range(PREFIX, len(self._stored), DOCUMENT)
         spans = [[start, start + DOCUMENT] for start in starts]
-        asked = {"documents": spans, "prefix": PREFIX, "ratio": RATIOS[way]}
+        asked = {"documents": spans, "prefix": PREFIX, **BLENDS[way]}
         before = self._counters()
         answer = self._tell("on", prompt, {"blend": asked})
         grown = self._counters() - before
@@ -152,7 +158,7 @@ class Measurement:
 
     def result(self) -> dict[str, Any]:
         """All of it, with the ratios that matter: of minima and of medians."""
-        pairs = {way: ("plain", way) for way in RATIOS}
+        pairs = {way: ("plain", way) for way in BLENDS}
         pairs |= {way: (f"{way}, on", f"{way}, off") for way in ("hit", "computed")}
         return {
             "documents": len(self._documents),
@@ -197,7 +203,7 @@ def draw(results: Sequence[Mapping[str, Any]], path: Path) -> None:
     import matplotlib.pyplot as plt
 
     shades = {"load": "#66a182", "choose": "#edae49", "rows": "#2e4057", "the rest": "#8d96a3"}
-    bars = [(result, way) for result in results for way in ("plain", *RATIOS)]
+    bars = [(result, way) for result in results for way in ("plain", *BLENDS)]
     figure, axes = plt.subplots(figsize=(8, 0.42 * len(bars) + 1.1), layout="constrained")
     for y, (result, way) in enumerate(bars):
         whole, end = statistics.median(result["ttft_s"][way]), 0.0
@@ -219,7 +225,7 @@ def draw(results: Sequence[Mapping[str, Any]], path: Path) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("--rounds", type=int, default=7)
-    parser.add_argument("--documents", type=int, nargs="+", default=[4, 6])
+    parser.add_argument("--documents", type=int, nargs="+", default=[2, 8])
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--json", type=Path, default=Path("vllm-blend.json"))
     given = parser.parse_args()

@@ -21,13 +21,15 @@ RESULT: dict[str, Any] = {
     "ttft_s": {
         "plain": [9.0, 8.0, 10.0],
         "blended": [2.0, 1.0, 3.0],
+        "question_attention": [1.0, 1.0, 1.0],
         "naive": [0.5, 0.5, 0.5],
         "hit, on": [0.25, 0.5, 1.0],
     },
     "ratio": {"hit": {"min": 1.01, "median": 1.0}, "computed": {"min": 0.99, "median": 1.02}},
-    "tokens": {"blended": TOKENS, "naive": TOKENS},
+    "tokens": {"blended": TOKENS, "question_attention": TOKENS, "naive": TOKENS},
     "stage_s": {
         "blended": {"load": 0.01, "place": 0.02, "choose": 0.25, "rows": 1.5},
+        "question_attention": {"load": 0.01, "place": 0.02, "choose": 0.125, "rows": 0.75},
         "naive": {"load": 0.01, "place": 0.02, "rows": 0.25},
     },
 }
@@ -49,13 +51,15 @@ def test_the_tables(tmp_path: Path) -> None:
     assert rendered("vllm_blend", tmp_path)[2:] == [
         "| 2,197 tokens, 4 documents | plain vLLM | 8.000 s | 9.000 s |  |  |",
         "|  | blended, 15 % recomputed | 1.000 s | 2.000 s | 8.0× | 4.5× |",
+        "|  | the same by question_attention | 1.000 s | 1.000 s | 8.0× | 9.0× |",
         "|  | blended, nothing recomputed | 0.500 s | 0.500 s | 16.0× | 18.0× |",
         "|  | exact hit | 0.250 s | 0.500 s | 32.0× | 18.0× |",
     ]
-    start, counts = "| 2,197 tokens | blended", "640 | 1,346 | 190 | 21"
+    start, counts = "| 2,197 tokens", "640 | 1,346 | 190 | 21"
     assert rendered("vllm_blend_stages", tmp_path)[2:] == [
-        f"{start}, 15 % recomputed | {counts} | 10 ms | 20 ms | 250 ms | 1500 ms | 2000 ms |",
-        f"{start}, nothing recomputed | {counts} | 10 ms | 20 ms | 0 ms | 250 ms | 500 ms |",
+        f"{start} | blended, 15 % recomputed | {counts} | 10 ms | 20 ms | 250 ms | 1500 ms | 2000 ms |",
+        f"{start} | the same by question_attention | {counts} | 10 ms | 20 ms | 125 ms | 750 ms | 1000 ms |",
+        f"{start} | blended, nothing recomputed | {counts} | 10 ms | 20 ms | 0 ms | 250 ms | 500 ms |",
     ]
     assert rendered("vllm_blend_exact", tmp_path)[2:] == [
         "| 2,197 tokens, hit | 1.010 | 1.000 |",

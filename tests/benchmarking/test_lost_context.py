@@ -53,14 +53,3 @@ def test_the_tables_have_what_was_measured() -> None:
     assert rows["those that saw 1 of 2.1 to 3.5"] == ["2.0×"]
     assert rows["those that saw 1 of 1.3 to 2.1"] == ["1.0×"]
     assert rows["to their keys as they were found"] == ["50%"]
-
-    def of(exact: float) -> dict[str, float]:
-        return {"exact": exact, "rows": exact, "kl": 0.1}
-
-    overall = {
-        name: of(x) | {"kl_interval": [0, 1], "exact_interval": [0, 1]}
-        for name, x in (("full", 1.0), ("b", 0.5))
-    }
-    sets = {"qa": {"full": of(0.5), "b": of(0.4)}, "hops": {"full": of(0.2), "b": of(0.9)}}
-    _, (name, rows_, *_, share, qa, hops), _ = leaderboard.curve({"sets": sets, "overall": overall})
-    assert (name, rows_, share, qa, hops) == ("b", "50.0%", "0.80", "0.40", "0.90")

@@ -192,7 +192,7 @@ def test_impossible_selections_are_errors() -> None:
         select_tokens(None, starts, free, 1, -2)
     with pytest.raises(BlendError, match=r"scores: \(3,\)"):
         select_tokens(np.ones(3, np.float32), starts, free, 1)
-    with pytest.raises(BlendError, match="method='attention': want one of prophetkv, question_attention, k_dev"):
+    with pytest.raises(BlendError, match="method='attention': want one of prophetkv, question_at"):
         Selection("attention")
     with pytest.raises(BlendError, match=r"ratio=1\.5"):
         Selection(ratio=1.5)

@@ -192,7 +192,7 @@ def test_own_method(tmp_path: Path) -> None:
     execute(notebook, tmp_path)
     text = printed(notebook)
     # the notebook's own assert compares its method with the one that it came from
-    assert re.search(r"beside:NEARBY \.15 +rows +11%", text)
+    assert re.search(r"beside:NEARBY \.15, alone +rows +17%", text)
     assert "('beside:NEARBY', 'question_attention')" in text
     assert "method='cacheblend': needs deviations of a layer's K and V" in text
     assert list(tmp_path.iterdir()) == [], "it leaves nothing where it runs"

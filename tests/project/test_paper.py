@@ -101,11 +101,11 @@ def test_a_missing_figure_is_named_with_its_command(
 
 
 def test_a_missing_figure_of_no_certain_file_is_named_with_its_line(tmp_path: Path) -> None:
-    path = REGISTERED["blend-4k"].path(sample(tmp_path / "results"), "x")
+    path = REGISTERED["leaderboard-smollm2"].path(sample(tmp_path / "results"), "x")
     document = json.loads(path.read_text())
-    del document["sets"]["documents"]["naive"]["kl_interval"]
+    del document["overall"]["naive"]["kept_interval"]
     path.write_text(json.dumps(document))
-    with pytest.raises(paper.PaperError, match=r'"kl_interval"[^│]*paper/text/appendix\.typ:\d+'):
+    with pytest.raises(paper.PaperError, match=r'"kept_interval"[^│]*paper/text/appendix\.typ:\d+'):
         paper.build(path.parent, tmp_path / "out")
 
 

@@ -218,7 +218,7 @@ def test_the_settings_say_what_documents_of_chats_are_behind(
         (chat("a", **blending({"ratio": True})), "blend.ratio = True: .*number"),
         (
             chat("a", **blending({"method": "k_deviation"})),
-            "blend.method = 'k_deviation': want one of question_at",
+            "blend.method = 'k_deviation': want one of prophetkv",
         ),
         (
             chat("[[a]]", **blending({"documents": [[0, 1]]})),

@@ -108,7 +108,7 @@ def test_of_a_ratio_of_nothing_no_token_is_computed_again_that_is_not_asked_for(
         ),
         (
             {"documents": [[4, 9]], "method": "k_deviation"},
-            r"method = 'k_deviation': want one of question_att",
+            r"method = 'k_deviation': want one of prophetkv",
         ),
     ],
 )

@@ -143,8 +143,8 @@ def _identity(judge: Measuring, sample: Sample) -> str:
 def summarise(entries: Sequence[Mapping[str, Any]]) -> dict[str, dict[str, dict[str, Any]]]:
     """Return mean figures by set and method, with 95 % intervals [low, high] for those of `FIGURES`.
 
-    `kl_p`, `f1_p`: p of a paired test against the baseline, as in `overall`. `speedup`: median seconds of full
-    recompute relative to the method's.
+    `kl_p`, `f1_p`: p of a paired test against the baseline, as in `overall`. `speedup`: median seconds of
+    full recompute relative to the method's.
     """
     return {
         kind: {name: _summary(measurements, name) for name in measurements[0]}
