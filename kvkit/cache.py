@@ -413,6 +413,10 @@ class Cache:
             for part, policy_there in chunks.retained(len(chunks)):
                 self.tier_set.retain(tier, part.names + part.snapshots, policy_there)
 
+    def note_answer(self, tokens: Any, tool_call: bool, namespace: Namespace | None = None) -> None:
+        """Tell tiers whose eviction learns (`sessions`) that an answer, the end of `tokens`, calls a tool."""
+        self.tier_set.note_answer(self.chunks(tokens, namespace).names, tool_call)
+
     def flush(self, timeout_s: float | None = None) -> None:
         """Wait until every put started before this call has completed or failed.
 

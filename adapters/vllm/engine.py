@@ -8,7 +8,7 @@ from dataclasses import replace
 from typing import Any
 
 from kvkit.adapters.engine.lookup_request import LookupAnswer, LookupRequest, Lora, Sequence
-from kvkit.adapters.vllm import compat, params, request_policy
+from kvkit.adapters.vllm import compat, marks, params, request_policy
 from kvkit.adapters.vllm.events import Events
 from kvkit.adapters.vllm.media import Media, ids_in_keys
 from kvkit.adapters.vllm.params import HandoffUnavailable, RemoteDecode, RemotePrefill
@@ -40,6 +40,7 @@ class VllmEngine:
         self._vllm_config, self._settings, self._config = vllm_config, settings, config
         self._caches, self._events = caches, events
         self._media = Media()
+        self._tool_calls = marks.encoded("tool_calls", settings.tool_calls, self.encode)
         self.kv_cache_manager: Any = None
         self.refusals = Refusals()
 
@@ -100,6 +101,10 @@ class VllmEngine:
     def trace_of(self, request: Any) -> dict[str, str]:
         """Return the headers of the trace that a request came with; empty: it came with none."""
         return trace_headers(request.trace_headers)
+
+    def calls_tool(self, request: Any) -> bool | None:
+        """Return whether an answer has one of the marks of `tool_calls`; None: there are none."""
+        return marks.holds(request.output_token_ids, self._tool_calls) if self._tool_calls else None
 
     def lookup_inline(self, lookup: LookupRequest) -> LookupAnswer | None:
         """Ask the worker at once if it is the only one and in this process; otherwise return None."""

@@ -99,6 +99,9 @@ class EngineView(Protocol):
     def trace_of(self, request: Any) -> dict[str, str]:
         """Return the headers of the trace that a request came with; empty: none."""
 
+    def calls_tool(self, request: Any) -> bool | None:
+        """Return whether the answer of a request that ended calls a tool; None: that is not known."""
+
     def lookup_inline(self, lookup: LookupRequest) -> LookupAnswer | None:
         """Answer a lookup at once; return None if only the workers can answer it."""
 

@@ -19,6 +19,7 @@ from kvkit.adapters.vllm.engine import VllmEngine
 from kvkit.adapters.vllm.epochs import Epochs
 from kvkit.adapters.vllm.events import Events
 from kvkit.adapters.vllm.gate import check_model, check_precision
+from kvkit.adapters.vllm.marks import Marks
 from kvkit.adapters.vllm.planner import SchedulerConfig
 from kvkit.adapters.vllm.scheduler import Scheduler
 from kvkit.adapters.vllm.settings import Settings
@@ -99,7 +100,7 @@ class SchedulerSide:
         if blend is None:
             self.scheduler.bind(private)
             return
-        marks = requests.Marks.of(blend.marks, self.engine.encode) if blend.marks else None
+        marks = Marks.of(blend.marks, self.engine.encode) if blend.marks else None
         windows = tuple(pages.window_of(spec, config.chunk_tokens) for spec in self._tables)
         scratch = ScratchBlocks(manager, config.block_tokens, windows)
         lead = self.engine.encode("", special=True) if marks and self._context == "alone" else None

@@ -136,6 +136,11 @@ class Settings(SleepSettings):
         default=1.0, description="seconds that a request waits for a lookup", gt=0, le=60
     )
     blend: BlendSettings | None = Field(default=None, description="none: requests are not blended")
+    tool_calls: tuple[str, ...] = Field(
+        default=(),
+        description="texts that an answer has if it calls a tool, such as `<tool_call>`; special tokens of "
+        "the model work best. Tiers with eviction `sessions` learn how soon a tool's result comes",
+    )
     requests: RequestLimits = RequestLimits()
     sessions: SessionSettings = SessionSettings()
 

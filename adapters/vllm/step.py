@@ -153,6 +153,14 @@ class RetainTask:
 
 
 @dataclass(frozen=True, slots=True)
+class AnswerTask:
+    """Tell tiers whose eviction learns that a request was answered, and whether the answer calls a tool."""
+
+    sequence: Sequence
+    tool_call: bool
+
+
+@dataclass(frozen=True, slots=True)
 class SendTask:
     """Send tokens [first, stop) of a prompt's KV to the decode engine, as the transfer `transfer`.
 
@@ -201,6 +209,7 @@ class StepMetadata(KVConnectorMetadata):  # type: ignore[misc]  # vLLM is not ty
     arrivals: list[Arrival] = field(default_factory=list)
     saves: list[SaveTask] = field(default_factory=list)
     retains: list[RetainTask] = field(default_factory=list)
+    answers: list[AnswerTask] = field(default_factory=list)
     sends: list[SendTask] = field(default_factory=list)
     computed: int = 0
     preempted: bool = False

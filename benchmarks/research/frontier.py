@@ -186,6 +186,7 @@ def hits_of_policy(trace: Trace, room: int, policy: str) -> int:
         run = eviction.use_run(state, request.chunks, now)
         parent = request.chunks[run - 1] if run else None
         eviction.add_run(state, request.chunks[run:], 1, parent=parent, now=now)
+        eviction.note_answer(state, request.chunks, request.tool_call)
     return hits
 
 

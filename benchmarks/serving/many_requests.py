@@ -71,6 +71,9 @@ class _Engine:
     def policy_of(self, request: Request) -> RequestPolicy:
         return DEFAULT_REQUEST_POLICY
 
+    def calls_tool(self, request: Request) -> bool | None:
+        return None
+
     def trace_of(self, request: Request) -> dict[str, str]:
         return {}
 

@@ -98,7 +98,7 @@ class Tier(ABC):
         slots: number of staging slots that its records may occupy.
         largest: bytes of the largest record, uncompressed; a larger one is damaged and is not read.
         reports_evictions: True if listeners of `subscribe` are called for evicted and deleted records too.
-        learns: True if its eviction learns from `note_request`.
+        learns: True if its eviction learns from `note_request` and `note_answer`.
         evicted: number of records evicted so far.
     """
 
@@ -191,6 +191,13 @@ class Tier(ABC):
         """Learn that a request's prompt is `names`, a chain of records, whether they are held or not.
 
         Called once for each lookup, after `match_prefix`, if `learns`. It must return at once.
+        """
+
+    def note_answer(self, names: Sequence[str], tool_call: bool) -> None:  # noqa: B027 - optional
+        """Learn that the request whose prompt and answer are `names`, a chain of records, was answered.
+
+        Called if `learns`, where answers are known; `tool_call`: the answer calls a tool. It must return at
+        once.
         """
 
     def borrow(self, name: str) -> Lease | None:

@@ -107,6 +107,10 @@ class MemoryTier(Tier):
         with self._lock:
             eviction.note_request(self._state, names, time.monotonic())
 
+    def note_answer(self, names: Sequence[str], tool_call: bool) -> None:
+        with self._lock:
+            eviction.note_answer(self._state, names, tool_call)
+
     def borrow(self, name: str) -> Lease | None:
         with self._lock:
             lease = self._leases.get(name)

@@ -327,6 +327,9 @@ class ObjectTier(ThreadedTier):
     def note_request(self, names: Sequence[str]) -> None:
         self._index.note_request(names)
 
+    def note_answer(self, names: Sequence[str], tool_call: bool) -> None:
+        self._index.note_answer(names, tool_call)
+
 
 def _packed_bytes(size: int) -> int:
     """Return the maximum bytes of a compressed record of `size`: incompressible data grows a little."""

@@ -124,6 +124,10 @@ class SpreadTier(Tier):
         for path, indices in self._indices_by_path(names).items():
             self._paths[path].note_request([names[i] for i in indices])
 
+    def note_answer(self, names: Sequence[str], tool_call: bool) -> None:
+        for path, indices in self._indices_by_path(names).items():
+            self._paths[path].note_answer([names[i] for i in indices], tool_call)
+
     def waiting(self) -> int:
         return sum(path.waiting() for path in self._paths)
 

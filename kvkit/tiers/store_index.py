@@ -84,6 +84,11 @@ class StoreIndex(eviction.EvictionState):
         with self._lock:
             eviction.note_request(self, names, time.monotonic())
 
+    def note_answer(self, names: Sequence[str], tool_call: bool) -> None:
+        """Tell the policy that the request with these records was answered. Mutates."""
+        with self._lock:
+            eviction.note_answer(self, names, tool_call)
+
     def note(self, records: Iterable[tuple[str, int]]) -> None:
         """Add records, (name, bytes), even beyond the capacity: the next put makes room. Mutates."""
         with self._lock:

@@ -206,10 +206,17 @@ class TierSet:
 
     def note_request(self, names: Sequence[str]) -> None:
         """Tell tiers whose eviction learns from requests that one has the prompt `names`, a chain."""
+        self._tell_learning(lambda tier: tier.note_request(names))
+
+    def note_answer(self, names: Sequence[str], tool_call: bool) -> None:
+        """Tell the same tiers that the request with the records `names`, a chain, was answered."""
+        self._tell_learning(lambda tier: tier.note_answer(names, tool_call))
+
+    def _tell_learning(self, tell: Callable[[Tier], None]) -> None:
         for name, tier in self.tiers.items():
             try:
                 if tier.learns:
-                    tier.note_request(names)
+                    tell(tier)
             except Exception as error:
                 log.warning("tier %r: a request is not noted: %s", name, str(error) or type(error).__name__)
 

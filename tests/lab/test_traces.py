@@ -82,7 +82,8 @@ def test_a_trace_of_alibaba_is_read(tmp_path: Path) -> None:
 def test_texts_are_read(tmp_path: Path) -> None:
     """What an agent sent, step by step, and conversations: equal beginnings are equal chunks."""
     system, task = ({"role": "user", "content": letter * 3000} for letter in "st")
-    step, found = {"role": "assistant", "content": "a" * 1500}, {"role": "tool", "content": "f" * 1500}
+    step = {"role": "assistant", "content": "a" * 1500, "tool_calls": [{"id": "1"}]}
+    found = {"role": "tool", "content": "f" * 1500}
     path = lines(
         tmp_path / "agent.jsonl",
         {"block_tokens": 100},
@@ -91,7 +92,7 @@ def test_texts_are_read(tmp_path: Path) -> None:
         {"timestamp": 7, "messages": [system, found]},
     )
     read = read_trace(path)
-    assert [r.session for r in read.requests] == ["x", "4", "x"]
+    assert [(r.session, r.tool_call) for r in read.requests] == [("x", True), ("4", False), ("x", False)]
     first, other, second = read.requests
     size = [-(-len(json.dumps(m)) // 4) for m in (system, task, step, found)]
     assert (first.input_tokens, first.output_tokens) == (sum(size[:2]), size[2])
@@ -146,6 +147,10 @@ def test_sessions_of_agents_are_read(tmp_path: Path) -> None:
     assert sub.timestamp_ms - one.timestamp_ms == pytest.approx(11_000)
     assert one.chunks[:1] == later.chunks[:1] == sub.chunks
     assert one.chunks[1] != later.chunks[1]
+    assert (one.tool_call, later.tool_call) == (True, False)
+    write_trace(trace, tmp_path / "own.jsonl")
+    again = read_trace(tmp_path / "own.jsonl").requests
+    assert [r.tool_call for r in again] == [r.tool_call for r in trace.requests]
     assert not set(one.chunks) & set(two.chunks)
     assert two.timestamp_ms > one.timestamp_ms > 0
     assert [r.timestamp_ms for r in read_trace(path, 1).requests] != [r.timestamp_ms for r in trace.requests]

@@ -32,6 +32,7 @@ class FakeEngine:
     handoff_of: Callable[[Any], RemoteDecode | RemotePrefill | None] = lambda request: None
     policy_of: Callable[[Any], RequestPolicy] = lambda request: DEFAULT_REQUEST_POLICY
     trace_of: Callable[[Any], dict[str, str]] = lambda request: {}
+    calls_tool: Callable[[Any], bool | None] = lambda request: None
     lookup_inline: Callable[[LookupRequest], LookupAnswer | None] = lambda lookup: None
     expect_chunks: Callable[[Any, int, int], object] = lambda request, first, stop: None
 

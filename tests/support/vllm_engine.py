@@ -315,6 +315,12 @@ class _Served:
         space = replace(worker.cache.namespace, chunk_tokens=tokens)
         return sum(form.record_bytes for form in formats_of(worker.cache.layout, space))
 
+    def waits(self) -> list[bool]:
+        """Of each session that the memory tier's policy knows: whether it waits for a tool's result."""
+        (worker,) = _workers()
+        known = worker.cache.tiers["memory"]._state.policy._sessions
+        return [session.tool_call for session in known.values()]
+
     def call(self, module: str, function: str, *arguments: Any) -> list[Any]:
         """What a function of another module of the tests returns for each rank's model runner."""
         found: list[Any] = self.llm.collective_rpc(_call, 120.0, (module, function, *arguments))

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvkit.tiers.eviction.sessions import _STARTS, _WIDTHS, ReturnTimes, Sessions, _seconds_in_bins
-from kvkit.tiers.eviction.state import EvictionState, add_run, note, note_request, touch, use_run
+from kvkit.tiers.eviction.state import EvictionState, add_run, note, note_answer, note_request, touch, use_run
 
 HOUR = 3600.0
 
@@ -92,6 +92,48 @@ def test_an_agent_is_kept_amid_prompts_that_do_not_return(seed: int) -> None:
     hits, wanted = served("sessions", seed)
     assert hits > 0.8 * wanted
     assert served("lru", seed) == (0, wanted)
+
+
+@pytest.mark.parametrize("told", [True, False])
+def test_who_waits_for_a_tool_is_kept_rather_than_who_waits_for_a_person(told: bool) -> None:
+    """Both agents call a tool for ten seconds, then wait for a person for a thousand, in turns.
+
+    When a third prompt needs room, the one with a tool's result to come was used longer ago than the other.
+    """
+    state, now = EvictionState(8, "sessions"), 0.0
+    for step in range(200):
+        for agent in "ab":
+            asked(state, prompt(agent, 4), now)
+            if told:
+                note_answer(state, prompt(agent, 4), tool_call=step % 2 == 0)
+            now += 1.0
+        now += 8.0 if step % 2 == 0 else 998.0
+    asked(state, prompt("a", 4), now)
+    if told:
+        note_answer(state, prompt("a", 4), tool_call=True)
+    now += 5.0
+    asked(state, prompt("b", 4), now)
+    if told:
+        note_answer(state, prompt("b", 4), tool_call=False)
+    add_run(state, ["c"], 1, now=now + 1.0)
+    lost = {name[0] for name in (*prompt("a", 4), *prompt("b", 4)) if name not in state.entries}
+    assert (lost == {"b"}) == told
+
+
+@given(st.lists(st.tuples(st.sampled_from("abc"), st.booleans(), st.integers(1, 2000)), max_size=60))
+def test_answers_leave_every_record_in_a_queue(events: list[tuple[str, bool, int]]) -> None:
+    """Whatever is told, records fill the room and each can be evicted."""
+    state, now = EvictionState(9, "sessions"), 0.0
+    for agent, tool_call, wait_s in events:
+        names = prompt(agent, 4)
+        asked(state, names, now)
+        note_answer(state, [*names, "unheard of"], tool_call)
+        now += wait_s
+    assert state.used_bytes == len(state.entries) <= 9
+    for number in range(9):
+        added, _ = add_run(state, [f"new {number}"], 1, now=now + 1e7)
+        assert added in (0, 1)
+        assert state.used_bytes <= 9
 
 
 def test_documents_that_many_sessions_ask_for_are_kept() -> None:

@@ -338,6 +338,10 @@ class Noting(Wrapper):
         self.learns = learns
         self.fails = fails
         self.prompts: list[list[str]] = []
+        self.answers: list[tuple[list[str], bool]] = []
+
+    def note_answer(self, names: Sequence[str], tool_call: bool) -> None:
+        self.answers.append((list(names), tool_call))
 
     def note_request(self, names: Sequence[str]) -> None:
         if self.fails:
@@ -368,6 +372,8 @@ def test_tiers_that_learn_are_told_of_each_request_once(tmp_path: Path) -> None:
         cache.load(hit, engine.places(table))
         cache.lookup(tokens)
         assert [tier.prompts for tier in tiers] == [[names, names], [names], []]
+        cache.note_answer(tokens, True)
+        assert [tier.answers for tier in tiers] == [[(names, True)], [(names, True)], []]
 
 
 @pytest.mark.parametrize("kind", ["memory", "folder", "paths"])

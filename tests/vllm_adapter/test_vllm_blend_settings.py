@@ -21,9 +21,10 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
 from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec
 from vllm_engine import BLOCK
 
-from kvkit.adapters.vllm.blending.requests import BlendRequest, Marks, read
+from kvkit.adapters.vllm.blending.requests import BlendRequest, read
 from kvkit.adapters.vllm.connector import KVKitConnector
 from kvkit.adapters.vllm.gate import check_model, check_precision
+from kvkit.adapters.vllm.marks import Marks
 from kvkit.adapters.vllm.scheduler_side import _check_models
 from kvkit.adapters.vllm.settings import BlendSettings, Settings
 from kvkit.blend import gate
@@ -165,7 +166,7 @@ def test_documents_between_marks_may_have_been_computed_alone() -> None:
 def test_marks_are_whole_tokens() -> None:
     """No part of an id, or of two, is taken for one."""
     assert not list(MARKS.documents([1 << 8, 2 << 8, 3 << 8, 1, 2 << 16, 3]))
-    with pytest.raises(ConfigError, match=r"marks = \('a', ''\): want two texts that have tokens"):
+    with pytest.raises(ConfigError, match=r"marks = \('a', ''\): want texts that have tokens"):
         Marks.of(("a", ""), lambda text: [5] * len(text))
 
 

@@ -10,7 +10,8 @@ import pytest
 
 pytest.importorskip("vllm")
 
-from small_models import QWEN, VOCABULARY, save
+from small_models import QWEN, VOCABULARY, save, save_with_tokenizer
+from transformers import AutoTokenizer
 from vllm_engine import BLOCK, Engine, connector
 from vllm_engine import prompt as prompt_of
 
@@ -93,6 +94,26 @@ def test_tiers_are_kept_over_a_sleep_that_keeps_weights_if_the_operator_says_so(
     assert engine.do("advised", prompt(0), None, []) == cached
     engine.do("reset", True)
     assert engine.do("advised", prompt(0), None, []) == 0, "a reset forgets all, as ever"
+
+
+def test_tiers_learn_which_answers_call_a_tool(process: tuple[Engine, Path], tmp_path: Path) -> None:
+    """The first token of an answer is the mark; the same prompt with another answer has none."""
+    engine, _ = process
+    model = save_with_tokenizer(tmp_path)
+    memory = {"tiers": {"memory": {"capacity": "8MiB", "eviction": "sessions"}}}
+    engine.open(connector(memory), model)
+    (answer,) = engine.generate([prompt(0)], tokens=2)
+    mark = AutoTokenizer.from_pretrained(model).decode(answer["tokens"][:1])
+    engine.open(connector(memory, tool_calls=[mark]), model)
+    engine.generate([prompt(0)], tokens=2)
+    engine.generate([prompt(1)], tokens=1)  # the step after an answer tells tiers of it
+    assert engine.do("waits")[0] is True
+    engine.open(connector(memory, tool_calls=["<tool_call>"]), model)
+    engine.generate([prompt(0)], tokens=2)
+    engine.generate([prompt(1)], tokens=1)
+    assert engine.do("waits")[0] is False
+    with pytest.raises(AssertionError, match=r"tool_calls = \(''.*want texts that have tokens"):
+        engine.open(connector(memory, tool_calls=[""]), model)
 
 
 @pytest.mark.parametrize(

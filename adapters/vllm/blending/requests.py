@@ -6,7 +6,7 @@ The documents are named by `kv_transfer_params.blend`, or the settings find them
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -14,6 +14,7 @@ import numpy as np
 
 from kvkit.adapters.engine.lookup_request import LookupRequest
 from kvkit.adapters.engine.lookup_request import Sequence as TokenSequence
+from kvkit.adapters.vllm.marks import Marks
 from kvkit.adapters.vllm.settings import WHERE as SETTINGS
 from kvkit.adapters.vllm.settings import BlendSettings
 from kvkit.adapters.vllm.step import Arrival, BlendDone, BlendTask, LoadTask, Tables
@@ -167,37 +168,6 @@ class Blend:
             request.prefill_stats.set(request.num_prompt_tokens, local, max(0, cached - local))
 
 
-@dataclass(frozen=True, slots=True)
-class Marks:
-    """Token ids of the marks before and after a document, as bytes of int32."""
-
-    before: bytes
-    after: bytes
-
-    @classmethod
-    def of(cls, texts: tuple[str, str], encode: Callable[[str], Sequence[int]]) -> Marks:
-        """Encode the marks of the settings.
-
-        Raises:
-            ConfigError: a mark has no tokens.
-        """
-        ids = [as_tokens(list(encode(text))) for text in texts]
-        if not all(map(len, ids)):
-            raise ConfigError(f"{SETTINGS}.blend.marks = {texts!r}: want two texts that have tokens")
-        return cls(*(mark.tobytes() for mark in ids))
-
-    def documents(self, prompt: Sequence[int]) -> Iterator[tuple[int, int]]:
-        """Yield (start, stop) of each document between marks; ignore a document without an end mark."""
-        ids, position = as_tokens(prompt).tobytes(), 0
-        while (start := _find(ids, self.before, position)) >= 0:
-            start += len(self.before)
-            position = _find(ids, self.after, start)
-            if position < 0:
-                return
-            yield start // 4, position // 4
-            position += len(self.after)
-
-
 def read(
     request: Any, settings: BlendSettings, marks: Marks | None = None, lead: Sequence[int] | None = None
 ) -> BlendRequest | None:
@@ -281,10 +251,3 @@ def _selection(fields: BlendFields, settings: BlendSettings) -> Selection:
     if fields.first_n is None and ratio:
         return selection
     return replace(selection, first_n=fields.first_n or 0)
-
-
-def _find(ids: bytes, mark: bytes, start: int) -> int:
-    """Return the byte offset of `mark` in int32 ids, from byte `start` on; -1: not found."""
-    while (start := ids.find(mark, start)) >= 0 and start % np.dtype(np.int32).itemsize:
-        start += 1
-    return start

@@ -57,6 +57,9 @@ class SaveExecutor(Capability):
         for task in step.retains:
             if namespace := self._context.namespaces.of(task.sequence):
                 self._context.cache.retain(task.sequence.tokens, task.policy, namespace)
+        for answer in step.answers:
+            if namespace := self._context.namespaces.of(answer.sequence):
+                self._context.cache.note_answer(answer.sequence.tokens, answer.tool_call, namespace)
 
     def start_saves(self, step: StepMetadata, ready: Callable[[], object]) -> None:
         for task in step.saves:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import replace
+from typing import Any
 
 from kvkit.adapters.vllm.planner import (
     BlocksOf,
@@ -14,7 +15,7 @@ from kvkit.adapters.vllm.planner import (
     SchedulerConfig,
 )
 from kvkit.adapters.vllm.states import align_states
-from kvkit.adapters.vllm.step import RetainTask, SaveTask, StepMetadata, Tables, cut
+from kvkit.adapters.vllm.step import AnswerTask, RetainTask, SaveTask, StepMetadata, Tables, cut
 from kvkit.transfer.plan import is_snapshot_kept
 
 
@@ -40,6 +41,7 @@ class SavePlanner(Planner):
         super().__init__(config, engine)
         self.last_saves: list[SaveTask] = []
         self._retains: list[RetainTask] = []
+        self._answers: list[AnswerTask] = []
 
     def admit(self, state: RequestState, blocks: Tables, tokens: int) -> None:
         """Apply the request policy's eviction to records that tiers have: hits are not saved again."""
@@ -51,15 +53,18 @@ class SavePlanner(Planner):
 
     def plan(self, step: StepMetadata, scheduled: Scheduled, blocks_of: BlocksOf) -> None:
         step.retains, self._retains = self._retains, []
+        step.answers, self._answers = self._answers, []
         step.saves, self.last_saves = self.last_saves, []
         step.saves += self._saves(scheduled, blocks_of)
 
     def request_finished(self, state: RequestState, blocks: Tables | None) -> bool:
-        """Plan the save of the chunk that a request's last token completes.
+        """Note the answer, and plan the save of the chunk that a request's last token completes.
 
         With asynchronous scheduling, the step that fills a chunk does not know the chunk's last token yet. If
         that token ends the request, no later step of the request saves the chunk.
         """
+        if blocks is not None:
+            self._note_answer(state.request)
         if state.saved is None or blocks is None:
             return False
         request, config, chunk, first = state.request, self._config, self._config.chunk_tokens, state.saved
@@ -78,6 +83,13 @@ class SavePlanner(Planner):
         self.last_saves.append(SaveTask(state.request_id, sequence, first, tables, state.policy, last=True))
         self._engine.expect_chunks(request, first, stop)
         return True
+
+    def _note_answer(self, request: Any) -> None:
+        """Plan to tell tiers how the answer ended, if this is known."""
+        tool_call = self._engine.calls_tool(request)
+        sequence = None if tool_call is None else self._engine.sequence(request, request.num_tokens)
+        if tool_call is not None and sequence is not None:
+            self._answers.append(AnswerTask(sequence, tool_call))
 
     def reset(self) -> None:
         self.last_saves = [replace(s, policy=replace(s.policy, store_to=())) for s in self.last_saves]

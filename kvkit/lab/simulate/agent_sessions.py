@@ -1,7 +1,7 @@
 """Sessions of coding agents, published by https://github.com/callanjfox/kv-cache-tester, a session per line.
 
     {"id": "trace_0004", "block_size": 64, "hash_id_scope": "local", "requests": [
-        {"t": 51.0, "in": 84806, "out": 268, "hash_ids": [1, 2, 3]},
+        {"t": 51.0, "in": 84806, "out": 268, "hash_ids": [1, 2, 3], "stop": "tool_use"},
         {"t": 134.2, "type": "subagent", "agent_id": "agent_001", "requests": []}]}
 
 Times are in seconds since the session began, of a subagent since it began; ids are of `block_size` tokens.
@@ -33,6 +33,7 @@ class _AgentRequest(msgspec.Struct):
     output_tokens: Annotated[int, msgspec.Meta(ge=0, le=MOST_TOKENS)] = msgspec.field(name="out", default=0)
     hash_ids: list[int] = []
     agent_id: str = ""
+    stop: str | None = None
     requests: list[_AgentRequest] | None = None
 
 
@@ -67,8 +68,10 @@ def requests_of(
     start_ms: float,
     block_tokens: int,
     ids: dict[tuple[int, ...], int],
-) -> Iterator[tuple[float, str, int, int, Sequence[int]]]:
-    """Yield (time in ms, session, tokens of prompt and answer, ids of chunks) of a session and its subagents.
+) -> Iterator[tuple[float, str, int, int, Sequence[int], bool]]:
+    """Yield the requests of a session and its subagents.
+
+    Each is (time in ms, session, tokens of the prompt, of the answer, ids of chunks, answer calls a tool).
 
     Args:
         where: the file and line, for errors.
@@ -98,4 +101,5 @@ def requests_of(
                 ids.setdefault((scope, *request.hash_ids[i * blocks : (i + 1) * blocks]), len(ids))
                 for i in range(request.input_tokens // block_tokens)
             ]
-            yield time_ms, name, request.input_tokens, request.output_tokens, chunks
+            tool_call = request.stop == "tool_use"
+            yield time_ms, name, request.input_tokens, request.output_tokens, chunks, tool_call

@@ -122,6 +122,8 @@ class Simulator:
         self._store(node, prompt if self._decode_nodes else request.chunks, plan, len(prompt))
         if self._decode_nodes:
             time_s += self._hand_over(request, prompt)
+        for state in node.tiers.values():
+            eviction.note_answer(state, request.chunks, request.tool_call)
         report.requests += 1
         report.prompt_tokens += request.input_tokens
         report.computed_tokens += computed

@@ -19,6 +19,8 @@ kvkit's own, which also has the blocks that the answer fills:
     {"block_tokens": 256}
     {"timestamp": 0, "session": "chat-1", "input_length": 700, "output_length": 150, "blocks": [7, 8, 9]}
 
+A line of these with `"tool_call": true` has an answer that calls a tool; so has a message with `tool_calls`.
+
 Sessions of coding agents (`kvkit.lab.simulate.agent_sessions`), one per line, or each in a file of a folder.
 Each starts at a time that is drawn.
 
@@ -73,6 +75,7 @@ class Request(msgspec.Struct, frozen=True, gc=False):
         str, ...
     ]  # a name per whole chunk of the prompt and, if known, the answer: equal for equal prefixes
     prompt_chunks: int  # number of chunks that the prompt fills
+    tool_call: bool = False  # whether the answer calls a tool
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,6 +109,7 @@ class _Line(BaseModel):
     output_length: int = Field(default=0, ge=0, le=MOST_TOKENS)
     hash_ids: list[int] | None = None
     blocks: list[int] | None = None
+    tool_call: bool = False
 
     def requests(self, file: _TraceFile) -> Iterable[_BlockRequest]:
         """Return the line's requests. Mutates `file`."""
@@ -122,6 +126,7 @@ class _ValidLine(msgspec.Struct):
     session: str | int | None = None
     hash_ids: list[int] | None = None
     blocks: list[int] | None = None
+    tool_call: bool = False
 
     def requests(self, file: _TraceFile) -> Iterable[_BlockRequest]:
         return _request_of_blocks(self, file)
@@ -129,7 +134,8 @@ class _ValidLine(msgspec.Struct):
 
 def _request_of_blocks(line: _Line | _ValidLine, file: _TraceFile) -> tuple[_BlockRequest]:
     session = str(file.number if line.session is None else line.session)
-    return ((line.timestamp, session, line.input_length, line.output_length, _ids(line, file)),)
+    ids = _ids(line, file)
+    return ((line.timestamp, session, line.input_length, line.output_length, ids, line.tool_call),)
 
 
 class _Chat(_Line):
@@ -143,7 +149,7 @@ class _Chat(_Line):
         first = self.chat_id if self.parent_chat_id == -1 else self.parent_chat_id
         session = file.sessions[self.chat_id] = file.sessions.get(first, str(first))
         ids = _ids(self, file)
-        return ((self.timestamp * 1000, session, self.input_length, self.output_length, ids),)
+        return ((self.timestamp * 1000, session, self.input_length, self.output_length, ids, self.tool_call),)
 
 
 class _Messages(BaseModel):
@@ -158,7 +164,8 @@ class _Messages(BaseModel):
         session = str(file.number if self.session is None else self.session)
         answered = len(self.messages) > 1 and self.messages[-1].get("role") == "assistant"
         texts = [json.dumps(message, sort_keys=True) for message in self.messages]
-        yield file.text_request(self.timestamp, session, texts if answered else [*texts, ""])
+        tool_call = answered and bool(self.messages[-1].get("tool_calls"))
+        yield file.text_request(self.timestamp, session, texts if answered else [*texts, ""], tool_call)
 
 
 class _Message(BaseModel):
@@ -221,7 +228,9 @@ class _TraceFile:
             session, self.where, self.number, self.start_ms, self.block_tokens, self.chunk_ids
         )
 
-    def text_request(self, time_ms: float, session: str, texts: Sequence[str]) -> _BlockRequest:
+    def text_request(
+        self, time_ms: float, session: str, texts: Sequence[str], tool_call: bool = False
+    ) -> _BlockRequest:
         """Build a request with the last text as its answer. Mutates `segments` and `ids`."""
         segments = [
             (
@@ -237,6 +246,7 @@ class _TraceFile:
             prompt,
             segments[-1][1],
             _blocks(tuple(segments), self.block_tokens, self.ids),
+            tool_call,
         )
 
 
@@ -377,6 +387,7 @@ def write_trace(trace: Trace, path: str | Path) -> None:
                 "input_length": request.input_tokens,
                 "output_length": request.output_tokens,
                 "blocks": [numbers.setdefault(name, len(numbers)) for name in request.chunks],
+                **({"tool_call": True} if request.tool_call else {}),
             }
             file.write(json.dumps(fields, separators=(",", ":")) + "\n")
 
@@ -402,7 +413,7 @@ def _ids(line: _Line | _ValidLine, file: _TraceFile) -> list[int]:
     return ids[:prompt] if line.hash_ids is not None else ids
 
 
-_BlockRequest = tuple[float, str, int, int, Sequence[int]]
+_BlockRequest = tuple[float, str, int, int, Sequence[int], bool]
 """Request as ids of blocks: (time in ms, session, tokens of the prompt, tokens of the answer, ids)."""
 
 
@@ -420,7 +431,7 @@ class _ChunkNames:
 
     def request(self, described: _BlockRequest, block_tokens: int) -> Request:
         """Build the request from the ids of its blocks."""
-        time_ms, session, input_tokens, output_tokens, ids = described
+        time_ms, session, input_tokens, output_tokens, ids, tool_call = described
         parents, names, later_names = self._parents, self._names, self._later_names
         name, chunks = "", []
         for block in ids:
@@ -434,7 +445,7 @@ class _ChunkNames:
                 name = later_names.setdefault((name, block), str(len(names) + len(later_names)))
             chunks.append(name)
         prompt = min(len(chunks), input_tokens // block_tokens)
-        return Request(time_ms, session, input_tokens, output_tokens, tuple(chunks), prompt)
+        return Request(time_ms, session, input_tokens, output_tokens, tuple(chunks), prompt, tool_call)
 
 
 _Text = tuple[tuple[int, int], ...]
@@ -572,7 +583,7 @@ def _generate(
     names, built = _ChunkNames(), []
     for time, name, text in events[:requests]:
         blocks = _blocks(text, block_tokens, ids)
-        described = round(time, 3), name, _tokens(text[:-1]), text[-1][1], blocks
+        described = round(time, 3), name, _tokens(text[:-1]), text[-1][1], blocks, False
         built.append(names.request(described, block_tokens))
     return Trace(block_tokens, tuple(built))
 

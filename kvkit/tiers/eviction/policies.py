@@ -35,14 +35,17 @@ class Session:
         last_s: time of its last request.
         event: number of the event of its last request.
         queue: queue of the records that it alone uses.
-        pace: log2(1 + seconds) from one request to the next, a moving average.
+        tool_call: True if its last answer called a tool, whose result comes sooner than a person's reply.
+        paces: log2(1 + seconds) from one request to the next, a moving average, by whether the answer
+            between them called a tool; missing: there was none.
         tip: name of the last chunk of its newest prompt.
     """
 
     last_s: float
     event: int
     queue: int = 0
-    pace: float = 0.0
+    tool_call: bool = False
+    paces: dict[bool, float] = field(default_factory=dict)
     tip: str = ""
 
 
@@ -85,7 +88,7 @@ class EvictionPolicy(ABC):
     """An eviction policy, one instance per `EvictionState`.
 
     Only policies with two queues need `queue_of`, `is_long`, `spares` and `evicted`; for others they are not
-    called. Only those that learn need `requested`, `enter` and `choose`.
+    called. Only those that learn need `requested`, `answered`, `enter` and `choose`.
 
     Attributes:
         name: name in settings, for kvkit's own policies.
@@ -136,6 +139,14 @@ class EvictionPolicy(ABC):
         Args:
             now: seconds, of any clock that does not go back.
             event: number of the event; the entries have it as `last`.
+        """
+
+    def answered(self, names: Sequence[str], held: Sequence[Entry], tool_call: bool) -> None:  # noqa: B027 - optional
+        """Note that the last lookup of these chunks was answered; set the queues of those held. Mutates.
+
+        Args:
+            names: chunks of the prompt and the answer.
+            tool_call: True if the answer calls a tool.
         """
 
     def enter(self, entry: Entry, parent: Entry | None) -> None:  # noqa: B027 - optional

@@ -21,8 +21,10 @@ _SAME_S = 1.0
 """Seconds within which lookups of a session are the same request: tiers are asked more than once."""
 _PACES, _SHARED = 13, 6
 """Queue 0 has records of sessions with one request; queue p < `_PACES` those of sessions that return after
-about 2**p seconds; the last `_SHARED` queues have records that were shared 1, 2 to 3, 4 to 7, ... times."""
-_QUEUES = _PACES + _SHARED
+about 2**p seconds; `_PACES` more have the same after an answer that calls a tool; the last `_SHARED` have
+records that were shared 1, 2 to 3, 4 to 7, ... times."""
+_UNSHARED = 2 * _PACES
+_QUEUES = _UNSHARED + _SHARED
 _KEPT = 0.7
 """Weight of earlier gaps in a session's pace."""
 _EDGES: list[float] = [0.0, *np.geomspace(1.0, 1e6, 49).tolist()]
@@ -101,10 +103,11 @@ class Sessions(EvictionPolicy):
     """Evicts the record that is expected to be used last, and takes up no record at a worse price.
 
     Records of sessions that return at about the same pace share a queue, and so do records that about as many
-    sessions share; each queue evicts its least recently used record. Among the queues the longest expected
-    wait decides, as far ahead as records are held at all. It is learnt per queue, and grows with age where
-    most return soon or never. A record that is due later than every victim is refused. What a session's
-    newest prompt no longer has goes first.
+    sessions share; each queue evicts its least recently used record. Waits for a tool's result and for a
+    person are apart, where answers are known. Among the queues the longest expected wait decides, as far
+    ahead as records are held at all. It is learnt per queue, and grows with age where most return soon or
+    never. A record that is due later than every victim is refused. What a session's newest prompt no longer
+    has goes first.
 
     LHD (Beckmann, Chen and Cidon, NSDI 2018) learns such rates per object; Continuum (arXiv 2511.02230) keeps
     the KV of agents for a time that it learns from their tool calls.
@@ -124,15 +127,17 @@ class Sessions(EvictionPolicy):
         return entry.last
 
     def requested(self, names: Sequence[str], held: Sequence[Entry], now: float, event: int) -> None:
-        session, gap_s = self._session_of(names, now), 0.0
+        session, gap_s = self._known(names) or Session(now, 0), 0.0
         if session.tip:
             del self._sessions[session.tip]
             gap_s = now - session.last_s
             if gap_s >= _SAME_S:
                 self._times.learn(session.queue, gap_s)
                 pace = math.log2(gap_s + 1)
-                session.pace = pace if session.queue == 0 else _KEPT * session.pace + (1 - _KEPT) * pace
-                session.queue = min(int(session.pace), _PACES - 1)
+                before = session.paces.get(session.tool_call, pace)
+                session.paces[session.tool_call] = _KEPT * before + (1 - _KEPT) * pace
+                session.tool_call = True in session.paces  # until it is answered: most answers of agents do
+                session.queue = _queue_of(session)
         self._share(held, session, now, gap_s)
         session.last_s, session.event, session.tip = now, event, names[-1]
         _remember(self._sessions, session.tip, session)
@@ -144,6 +149,16 @@ class Sessions(EvictionPolicy):
             ages_s = now - np.array([session.last_s for session in waiting])
             self._times.refresh(np.array([session.queue for session in waiting]), ages_s)
             self._until_refresh = max(_REFRESHED, len(waiting) // 16)
+
+    def answered(self, names: Sequence[str], held: Sequence[Entry], tool_call: bool) -> None:
+        session = self._known(names)
+        if session is None or session.tool_call == tool_call:
+            return
+        session.tool_call = tool_call
+        session.queue = _queue_of(session)
+        for entry in held:
+            if entry.session is session and not entry.sharings:
+                entry.queue = session.queue
 
     def enter(self, entry: Entry, parent: Entry | None) -> None:
         session = self._starts.pop(entry.name, None)
@@ -166,10 +181,9 @@ class Sessions(EvictionPolicy):
             self._times.learn(victim.queue, now - victim.last_s, returned=False)
         return victim
 
-    def _session_of(self, names: Sequence[str], now: float) -> Session:
-        """Return the session that a prompt goes on with, or a new one, which has no tip."""
-        found = (session for session in map(self._sessions.get, reversed(names)) if session is not None)
-        return next(found, None) or Session(now, 0)
+    def _known(self, names: Sequence[str]) -> Session | None:
+        """Return the session whose newest prompt ends in one of these chunks, the last such."""
+        return next((self._sessions[name] for name in reversed(names) if name in self._sessions), None)
 
     def _share(self, held: Sequence[Entry], session: Session, now: float, gap_s: float) -> None:
         """Give records that a session uses, `gap_s` after its last request, to it; set their queues.
@@ -186,12 +200,18 @@ class Sessions(EvictionPolicy):
                 entry.sharings += entry.session is not None
                 entry.session = session
             sharings = min(entry.sharings.bit_length(), _SHARED)
-            entry.queue = _PACES - 1 + sharings if sharings else session.queue
+            entry.queue = _UNSHARED - 1 + sharings if sharings else session.queue
 
     def _wait_s(self, entry: Entry, now: float, horizon_s: float) -> float:
         if entry.session is None or entry.last < entry.session.event:  # unused since the start, or superseded
             return math.inf
         return self._times.wait_s(entry.queue, max(0.0, now - entry.last_s), horizon_s)
+
+
+def _queue_of(session: Session) -> int:
+    """Return the queue of a session's pace after such an answer as its last one."""
+    pace = min(int(session.paces.get(session.tool_call, 0.0)), _PACES - 1)
+    return pace + _PACES if session.tool_call else pace
 
 
 def _order(candidate: tuple[float, Entry]) -> tuple[float, int]:

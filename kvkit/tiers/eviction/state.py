@@ -109,9 +109,22 @@ def note_request(state: EvictionState, names: Sequence[str], now: float) -> None
     held = [state.entries[name] for name in names[:run]]
     queues = [entry.queue for entry in held]
     state.policy.requested(names, held, now, state._events)
-    for entry, queue in zip(held, queues, strict=True):
-        if entry.queue != queue:  # of leaves, which are several if the model has several layer groups
-            _offer(state, entry)
+    _offer_moved(state, held, queues)
+
+
+def note_answer(state: EvictionState, names: Sequence[str], tool_call: bool) -> None:
+    """Tell a policy that learns that the request with these chunks, a chain, was answered. Mutates `state`.
+
+    Args:
+        names: chunks of the prompt and the answer.
+        tool_call: True if the answer calls a tool, so that its result is awaited and not a person.
+    """
+    if not state.policy.learns or not names:
+        return
+    held = [state.entries[name] for name in names if name in state.entries]
+    queues = [entry.queue for entry in held]
+    state.policy.answered(names, held, tool_call)
+    _offer_moved(state, held, queues)
 
 
 def add_run(
@@ -431,6 +444,13 @@ def _offer(state: EvictionState, entry: Entry) -> None:
         state._fresh[entry.name] = None
         if len(state._fresh) > _MOST_FRESH:
             _push_fresh(state)
+
+
+def _offer_moved(state: EvictionState, entries: Sequence[Entry], queues: Sequence[int]) -> None:
+    """Make records candidates in their queues, if these are not `queues`, those from before."""
+    for entry, queue in zip(entries, queues, strict=True):
+        if entry.queue != queue:  # of leaves, which are several if the model has several layer groups
+            _offer(state, entry)
 
 
 def _push_fresh(state: EvictionState) -> None:

@@ -52,6 +52,7 @@ class Wrapper(Tier):
     pin = _delegated("pin")
     prioritise = _delegated("prioritise")
     note_request = _delegated("note_request")
+    note_answer = _delegated("note_answer")
     describe = _delegated("describe")
     close = _delegated("close")
 
