@@ -4,8 +4,9 @@ python -m benchmarks.research.leaderboard [smollm2, qwen-0.5b, a hub id or a fol
 python -m benchmarks.report.tables && python -m benchmarks.report.pictures
 
 Measures every task by every method of every model, on a GPU where there is one, into
-results/leaderboard-MODEL-MACHINE.json, over prompts that full recompute answers. What was measured before is
-not measured again, so that samples and methods can be added; it lies beside, in a .jsonl file.
+results/leaderboard-MODEL-MACHINE.json, over prompts that full recompute answers; with --details what helps to
+understand them, into blend-details-MODEL-MACHINE.json. What was measured before is not measured again, so that
+samples and methods can be added; it lies beside, in a .jsonl file.
 """
 
 from __future__ import annotations
@@ -25,7 +26,6 @@ from kvkit.lab.simulate.report import panels
 
 MODELS = ("smollm2", "qwen-0.5b")
 RATIO = 0.15
-DETAILED = ("smollm2",)
 TASKS = ("retrieval", "needle keys", "qa")
 OTHER_CONTEXTS = ("alone", "related", "anchored")
 """Of documents that were not computed behind the system prompt alone."""
@@ -47,16 +47,19 @@ def methods_at(tokens: int) -> tuple[str, ...]:
         f"fewer documents {_ratio(max(RATIO, 1 / documents))}",
         *(f"{name} {share}" for name in ("prophetkv", "infoflow", "qcfuse", "sparsex", "cacheblend")),
         *(f"{name} {share}" for name in ("k_deviation", "first_n", "random")),
+        *(f"{name} {share}, first 8" for name in ("infoflow", "qcfuse")),
     )
 
 
 def details_at(tokens: int) -> tuple[str, ...]:
-    """Return what is measured besides of `DETAILED` models: other ratios, masks, choices that know all."""
-    share = methods_at(tokens)[0].split()[1].rstrip(",")
+    """Return what is compared with the first method apart: other ratios, masks, choices that know all."""
+    default = methods_at(tokens)[0]
+    share = default.split()[1].rstrip(",")
     return (
+        *(default, "naive"),
         *(f"prophetkv {ratio}, first 8" for ratio in (".05", ".30", ".45", ".60")),
         *("prophetkv .60, first 8, covering .65", f"prophetkv {share}, first 8, drift .5"),
-        *(f"{name} {share}, first 8" for name in ("infoflow", "qcfuse", "oracle", "oracle_change")),
+        *(f"{name} {share}, first 8" for name in ("oracle", "oracle_change")),
         f"cacheclip {share}",
         *(
             f"k_deviation {_ratio(RATIO)}, alone{mask}"
@@ -77,13 +80,14 @@ def commands(arguments: Sequence[str]) -> Iterator[list[str]]:
     parser.add_argument("--tokens", type=int, default=1024, help="of a prompt, about")
     parser.add_argument("--tasks", default="; ".join(TASKS), help="as of kvkit bench blend")
     parser.add_argument("--methods", default="", help="as of kvkit bench blend; default: all of the board's")
+    parser.add_argument("--details", action="store_true", help="other ratios, masks and oracles instead")
     parser.add_argument("--auxiliary", default="gemma", help="by which cacheclip chooses")
     asked = parser.parse_args(arguments)
     size = "" if asked.tokens == parser.get_default("tokens") else f"-{asked.tokens}"
+    kind, chosen = ("blend-details", details_at) if asked.details else ("leaderboard", methods_at)
     for model in asked.models:
-        file = RESULTS / f"leaderboard-{slug_of(Path(model).name)}{size}-{slug()}.json"
-        more = details_at(asked.tokens) if model in DETAILED else ()
-        methods = asked.methods or "; ".join((*methods_at(asked.tokens), *more))
+        file = RESULTS / f"{kind}-{slug_of(Path(model).name)}{size}-{slug()}.json"
+        methods = asked.methods or "; ".join(chosen(asked.tokens))
         yield [
             *("bench", "blend", "--methods", methods, "--tasks", asked.tasks, "--answered"),
             *("--samples", str(asked.samples), "--tokens", str(asked.tokens)),
