@@ -12,7 +12,7 @@ import numpy as np
 
 from benchmarks.report.computed import frontier
 from benchmarks.report.computed_gpu import fastest
-from benchmarks.research.leaderboard import details_at, methods_at
+from benchmarks.research.leaderboard import methods_at
 from kvkit.lab.quality.statistics import bootstrap
 
 EQUAL_ROWS = 0.1
@@ -51,36 +51,38 @@ def derive(sources: Mapping[str, Any]) -> dict[str, Any]:
         "frontier": frontier(sources["frontier"]["runs"]),
         "gpu": on_gpu(sources["gpu"]["results"]),
         "boards": [board(found) for name, found in sources.items() if name.startswith("board_")],
+        "details": details(sources["details"]),
     }
 
 
 def board(found: Mapping[str, Any]) -> dict[str, Any]:
-    """A leaderboard: its methods under names without a ratio, and the default's figures by ratio.
+    """A leaderboard, with its methods under names without a ratio.
 
     `behind`, `level`, `ahead`: methods that compute as many rows as the default, by whether the interval of
     the difference of their divergence from the default's is above 0, includes it, or is below. `knowing`:
-    those that know what no engine does, the full prefill or the prompt's other documents.
+    those that know what no engine does, the prompt's other documents.
     """
     overall, equal = found["overall"], methods_at(found["tokens"])
-    default = equal[0]
-    curve = {name: row for name, row in overall.items() if re.fullmatch(r"prophetkv \.\d+, first 8", name)}
-    named = {
-        re.sub(r" \.\d+", "", name, count=1): overall[name]
-        for name in (*equal, *details_at(found["tokens"]))
-        if name in overall and (name not in curve or name == default)
-    }
+    named = {re.sub(r" \.\d+", "", name, count=1): overall[name] for name in equal if name in overall}
     sides: dict[str, list[str]] = {"behind": [], "level": [], "ahead": [], "knowing": []}
     for name, row in list(named.items())[1:]:
         low, high = row["kl_ahead_interval"]
-        if "mask" in name or abs(row["rows"] / overall[default]["rows"] - 1) > EQUAL_ROWS:
+        if abs(row["rows"] / overall[equal[0]]["rows"] - 1) > EQUAL_ROWS:
             continue
-        if re.search("oracle|related|anchored", name):
+        if re.search("related|anchored", name):
             sides["knowing"].append(name)
         else:
             sides["behind" if low > 0 else "ahead" if high < 0 else "level"].append(name)
     about = {key: found[key] for key in ("model", "tokens", "samples")} | {"tasks": list(found["sets"])}
-    by_rows = sorted(curve.values(), key=lambda row: float(row["rows"]))
-    return about | {"methods": named, "curve": by_rows} | sides
+    return about | {"methods": named} | sides
+
+
+def details(found: Mapping[str, Any]) -> dict[str, Any]:
+    """What is compared with the default apart, and `curve`: the default's figures by rows."""
+    overall = {name: row for name, row in found["overall"].items() if name != "full"}
+    ratios = [row for name, row in overall.items() if re.fullmatch(r"prophetkv \.\d+, first 8", name)]
+    about = {key: found[key] for key in ("model", "tokens")} | {"methods": overall}
+    return about | {"curve": sorted(ratios, key=lambda row: float(row["rows"]))}
 
 
 def on_gpu(results: Sequence[Mapping[str, Any]]) -> dict[str, Any]:

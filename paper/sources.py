@@ -27,6 +27,7 @@ SOURCES: Mapping[str, str] = {
     "gpu": "gpu-nvidia-h100-80gb-hbm3",
     "board_smollm2": "leaderboard-smollm2",
     "board_qwen": "leaderboard-qwen",
+    "details": "blend-details-smollm2",
     "served": "vllm-blend",
     "hybrid": "vllm-hybrid",
     "many": "many-requests",

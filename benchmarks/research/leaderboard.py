@@ -4,9 +4,9 @@ python -m benchmarks.research.leaderboard [smollm2, qwen-0.5b, a hub id or a fol
 python -m benchmarks.report.tables && python -m benchmarks.report.pictures
 
 Measures every task by every method of every model, on a GPU where there is one, into
-results/leaderboard-MODEL-MACHINE.json, over prompts that full recompute answers; with --details what helps to
-understand them, into blend-details-MODEL-MACHINE.json. What was measured before is not measured again, so that
-samples and methods can be added; it lies beside, in a .jsonl file.
+results/leaderboard-MODEL-MACHINE.json, over prompts that full recompute answers; with --details what helps
+to understand them, into blend-details-MODEL-MACHINE.json. What was measured before is not measured again, so
+that samples and methods can be added; it lies beside, in a .jsonl file.
 """
 
 from __future__ import annotations

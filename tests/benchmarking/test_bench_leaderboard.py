@@ -53,6 +53,22 @@ def test_the_leaderboard_has_every_method_of_every_model(
     assert (tmp_path / "board.png").read_bytes()[:4] == b"\x89PNG"
 
 
+def test_details_are_measured_as_the_page_has_it(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With one sample and task, of one small model."""
+    monkeypatch.setattr(leaderboard, "RESULTS", tmp_path)
+    small = {"smollm2": f"{folder} --tasks 'needle keys' --auxiliary {folder}"}
+    small |= {"--samples 20": "--samples 1 --tokens 512"}
+    page = on_page("docs/evidence/leaderboard.md", "python -m benchmarks.research.leaderboard --details")
+    (command,) = leaderboard.commands(words_of(changed(page, small))[3:])
+    command.remove("--answered")
+    measure(*command)
+    (path,) = tmp_path.glob(f"blend-details-{slug_of(folder.name)}-512-*.json")
+    found = json.loads(path.read_text())
+    assert found["overall"].keys() == {"full", *leaderboard.details_at(512)}
+
+
 @pytest.mark.parametrize("tokens", [1024, 4096])
 def test_every_method_of_a_paper_is_measured_at_equal_rows(tokens: int) -> None:
     board = [method_named(name) for name in leaderboard.methods_at(tokens)]
