@@ -69,6 +69,7 @@ def test_whatever_is_asked_of_a_cache_in_a_fork_is_refused(cache: Cache) -> None
         "pin": (TOKENS, 1.0),
         "retain": (TOKENS, RequestPolicy()),
         "query": (TOKENS,),
+        "note_answer": (TOKENS, True),
         "clear": ("disk",),
     }
     methods = [name for name, _ in inspect.getmembers(Cache, inspect.isfunction) if not name.startswith("_")]
