@@ -16,7 +16,7 @@ from benchmarks.research.leaderboard import methods_at
 from kvkit.lab.quality.statistics import bootstrap
 
 EQUAL_ROWS = 0.1
-"""How far methods at equal rows may be apart."""
+"""Share of the default's rows by which methods at equal rows may differ."""
 
 
 def derive(sources: Mapping[str, Any]) -> dict[str, Any]:
@@ -56,7 +56,7 @@ def derive(sources: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def board(found: Mapping[str, Any]) -> dict[str, Any]:
-    """A leaderboard, with its methods under names without a ratio.
+    """Return a leaderboard, with its methods under names without a ratio.
 
     `behind`, `level`, `ahead`: methods that compute as many rows as the default, by whether the interval of
     the difference of their divergence from the default's is above 0, includes it, or is below. `knowing`:
@@ -78,7 +78,7 @@ def board(found: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def details(found: Mapping[str, Any]) -> dict[str, Any]:
-    """What is compared with the default apart, and `curve`: the default's figures by rows."""
+    """Return what is compared with the default apart, and `curve`: the default's figures by rows."""
     overall = {name: row for name, row in found["overall"].items() if name != "full"}
     ratios = [row for name, row in overall.items() if re.fullmatch(r"prophetkv \.\d+, first 8", name)]
     about = {key: found[key] for key in ("model", "tokens")} | {"methods": overall}

@@ -28,7 +28,7 @@ _LEGEND: Mapping[str, Any] = {
 
 
 SIDES = ("behind", "level", "ahead", "knowing")
-"""Where methods at equal rows stand beside the default."""
+"""Lists of a leaderboard: methods at equal rows, by where they stand beside the default."""
 
 
 @contextmanager

@@ -28,7 +28,7 @@ MODELS = ("smollm2", "qwen-0.5b")
 RATIO = 0.15
 TASKS = ("retrieval", "needle keys", "qa")
 OTHER_CONTEXTS = ("alone", "related", "anchored")
-"""Of documents that were not computed behind the system prompt alone."""
+"""Contexts of documents besides the system prompt alone."""
 
 
 def methods_at(tokens: int) -> tuple[str, ...]:

@@ -47,7 +47,7 @@ BLENDS: Mapping[str, Settings] = {
     "question_attention": {"ratio": 0.15, "method": "question_attention"},
     "naive": {"ratio": 0.0},
 }
-"""What requests ask for, by way."""
+"""Parameters of a request's `blend`, by way."""
 HITS = 16
 """Exact hits of a round: they are short."""
 MEMORY_BYTES, STAGING_BYTES = 512 << 20, 128 << 20

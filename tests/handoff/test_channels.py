@@ -15,7 +15,7 @@ from contextlib import closing
 from pathlib import Path
 
 import pytest
-from channels import (  # noqa: F401 - some are fixtures  # noqa: F401 - some are fixtures
+from channels import (  # noqa: F401 - some are fixtures
     DEADLINE_S,
     SHORT_S,
     TRICKLED,

@@ -120,22 +120,6 @@ def test_who_waits_for_a_tool_is_kept_rather_than_who_waits_for_a_person(told: b
     assert (lost == {"b"}) == told
 
 
-@given(st.lists(st.tuples(st.sampled_from("abc"), st.booleans(), st.integers(1, 2000)), max_size=60))
-def test_answers_leave_every_record_in_a_queue(events: list[tuple[str, bool, int]]) -> None:
-    """Whatever is told, records fill the room and each can be evicted."""
-    state, now = EvictionState(9, "sessions"), 0.0
-    for agent, tool_call, wait_s in events:
-        names = prompt(agent, 4)
-        asked(state, names, now)
-        note_answer(state, [*names, "unheard of"], tool_call)
-        now += wait_s
-    assert state.used_bytes == len(state.entries) <= 9
-    for number in range(9):
-        added, _ = add_run(state, [f"new {number}"], 1, now=now + 1e7)
-        assert added in (0, 1)
-        assert state.used_bytes <= 9
-
-
 def test_documents_that_many_sessions_ask_for_are_kept() -> None:
     """Each prompt has a document, one of three or a new one, and a question of its own."""
     chance, found = random.Random(4), {"lru": 0, "sessions": 0}
@@ -230,6 +214,7 @@ def test_every_record_can_leave_whatever_queue_it_was_in(seed: int) -> None:
         note_request(state, names, now)
         for i in range(run, len(names)):
             add_run(state, [names[i]], 1, parent=names[i - 3] if i >= 3 else None, now=now)
+        note_answer(state, [*names, "not held"], chance.random() < 0.7)
     held = set(state.entries)
     assert len(held) > 50
     added, victims = add_run(state, ["all"], 60, now=now + 1e7)

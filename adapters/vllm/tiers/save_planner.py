@@ -63,9 +63,10 @@ class SavePlanner(Planner):
         With asynchronous scheduling, the step that fills a chunk does not know the chunk's last token yet. If
         that token ends the request, no later step of the request saves the chunk.
         """
-        if blocks is not None:
-            self._note_answer(state.request)
-        if state.saved is None or blocks is None:
+        if blocks is None:
+            return False
+        self._note_answer(state.request)
+        if state.saved is None:
             return False
         request, config, chunk, first = state.request, self._config, self._config.chunk_tokens, state.saved
         known = savable_tokens(config, state, request.num_tokens - 1)

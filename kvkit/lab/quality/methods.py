@@ -111,4 +111,4 @@ METHODS: Mapping[str, Method] = {
         *("oracle .15", "oracle_change .15", "ape", "fewer documents .25"),
     )
 }
-"""What is measured unless others are named; others are compared with the first."""
+"""Methods that are measured unless others are named; they are compared with the first."""
