@@ -5,7 +5,7 @@
 `kvkit bench serve --trace` sends the prompts; vLLM runs a small model with random weights, its own prefix
 cache off, and kvkit has memory alone: so many of the trace's chunks, under a policy of eviction. Generated
 traces are sent one prompt at a time, agents' sessions at their times, which a policy may learn, made shorter;
-their chunks of 1,024 tokens are chunks of few here.
+their chunks of 1,024 tokens are chunks of few here. An answer is one token: a mark, where it calls a tool.
 """
 
 from __future__ import annotations
@@ -88,6 +88,8 @@ REPLAYS = {
         chunk_tokens=32,
     ),
 }
+TOOL_CALL = "<jupyter_start>"
+"""Special token of SmolLM2's that marks answers that call a tool; the model has none for this."""
 TOKEN_BYTES, HEADER_BYTES = 2 * 2 * 2 * 32 * 4, 4096  # layers, K and V, heads, their size, float32
 
 
@@ -113,13 +115,24 @@ def make_model(folder: Path) -> Path:
     return folder
 
 
+def tool_call_token(model: Path) -> int:
+    """Return the id of `TOOL_CALL`."""
+    tokenizer = json.loads((model / "tokenizer.json").read_text())
+    return next(int(token["id"]) for token in tokenizer["added_tokens"] if token["content"] == TOOL_CALL)
+
+
 @contextmanager
 def served(model: Path, chunk_tokens: int, chunks: int, policy: str, folder: Path) -> Iterator[str]:
     """The URL of vLLM with kvkit, whose memory has room for so many chunks."""
     record = chunk_tokens * TOKEN_BYTES + HEADER_BYTES
     tiers = {"memory": {"capacity": chunks * record, "eviction": policy}}
     kvkit = {"chunk_tokens": chunk_tokens, "staging": (chunks + 256) * record, "tiers": tiers}
-    extra = {"kvkit": kvkit, "lookup_timeout_s": 20.0, "prefill_tokens_per_s": 0.01}
+    extra = {
+        "kvkit": kvkit,
+        "lookup_timeout_s": 20.0,
+        "prefill_tokens_per_s": 0.01,
+        "tool_calls": [TOOL_CALL],
+    }
     transfer = {
         "kv_connector": "KVKitConnector",
         "kv_connector_module_path": "kvkit.adapters.vllm.connector",
@@ -156,6 +169,7 @@ def measure(model: Path, name: str, share: float, policy: str, folder: Path) -> 
     pace = ["--speed", "1", "--concurrency", "8"] if replay.speed else []
     with served(model, trace.block_tokens, chunks, policy, folder) as url:
         options = ["--trace", str(sent), "--requests", str(replay.requests), "--max-tokens", "1", *pace]
+        options += ["--tool-call-token", str(tool_call_token(model))]
         command = ["kvkit", "bench", "serve", "--url", url, *options, "--json", str(out)]
         subprocess.run(command, check=True, stdout=sys.stderr)
     (row,) = json.loads(out.read_text())["results"]

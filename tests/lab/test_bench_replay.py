@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 from command_line import failed, plain_terminal, run  # noqa: F401 - a fixture
 from completions_server import Completions, common
+from msgspec.structs import replace
 
 from kvkit.lab.serve.replay import prompts_alone, replayed
 from kvkit.lab.simulate.config import SimulationConfig
@@ -80,12 +81,34 @@ def test_a_server_is_sent_the_trace(tmp_path: Path) -> None:
     assert figures["command"].startswith(f"kvkit bench serve --trace {path} --speed 1000")
 
 
+def test_answers_that_call_tools_are_marked(tmp_path: Path) -> None:
+    path = tmp_path / "trace.jsonl"
+    first, *rest = TRACE.requests
+    write_trace(Trace(BLOCK, (replace(first, tool_call=True), *rest)), path)
+    with Completions() as server:
+        options = (
+            "--trace",
+            path,
+            "--speed",
+            "1000",
+            "--tool-call-token",
+            "11",
+            "--json",
+            tmp_path / "out.json",
+        )
+        result = run("bench", "serve", "--url", f"one={server.url('good')}", *options)
+        assert result.exit_code == 0, result.output
+        biases = [body.get("logit_bias") for body in server.bodies[2:]]  # after the warm-up
+    assert biases == [{"11": 100}, None, None, None, None]
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [
         (["--trace", "chat", "--rate", "3"], "trace = 'chat': want no workloads and no rate"),
         (["--trace", "chat", "--workloads", "rag"], "trace = 'chat': want no workloads"),
         (["--speed", "3"], "speed = 3: it applies to a trace"),
+        (["--tool-call-token", "3"], "tool_call_token = 3: it applies to a trace"),
         (["--trace", "nowhere.jsonl"], "nowhere.jsonl"),
     ],
 )

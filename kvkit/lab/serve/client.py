@@ -30,6 +30,8 @@ from kvkit.workers import Workers
 HIT_COUNTERS = ("vllm:prefix_cache_hits", "vllm:external_prefix_cache_hits")
 """vLLM's counters of prompt tokens found in its own cache and in that of a connector."""
 _METRICS_S = 30.0
+_FORCING = 100
+"""The largest `logit_bias` of OpenAI's API: the token is sampled."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -190,6 +192,8 @@ def _body(server: Target, request: CompletionRequest, prompt: str) -> dict[str, 
         "stream": True,
         "stream_options": {"include_usage": True},
     }
+    if request.first_token is not None:
+        body["logit_bias"] = {str(request.first_token): _FORCING}
     return body | {"ignore_eos": True} if server.vllm else body
 
 

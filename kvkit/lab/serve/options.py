@@ -32,6 +32,14 @@ class Traffic:
             min=1e-3, max=1e6, help="speed-up of the trace's arrival times; default: send when a slot is free"
         ),
     ] = None
+    tool_call_token: Annotated[
+        int | None,
+        typer.Option(
+            min=0,
+            help="token id that answers begin with (by logit_bias) where the trace's call a tool; one of the "
+            "server's tool_calls. default: answers are the model's",
+        ),
+    ] = None
     requests: Annotated[int, typer.Option(min=2, max=10**6, help="requests per workload and round")] = 16
     words: Annotated[int, typer.Option(min=64, max=10**6, help="words per prompt, about a token each")] = 1500
     max_tokens: Annotated[int, typer.Option(min=1, max=10**6, help="tokens per answer")] = 16

@@ -9,15 +9,19 @@ from kvkit.lab.serve.workloads import CompletionRequest, text_of
 from kvkit.lab.simulate.traces import Trace
 
 
-def replayed(trace: Trace, seed: int, requests: int, speed: float | None = None) -> list[CompletionRequest]:
+def replayed(
+    trace: Trace, seed: int, requests: int, speed: float | None = None, tool_call_token: int | None = None
+) -> list[CompletionRequest]:
     """Return the first `requests` of a trace as completion requests, in order of arrival.
 
     Requests of a session are sent one after the other. A prompt has fixed words for each of its chunks, and
-    words of its own for the tokens after the last whole chunk. The trace's answers are not replayed.
+    words of its own for the tokens after the last whole chunk. The trace's answers are not replayed; those
+    that call a tool can be marked.
 
     Args:
         seed: seed of the words.
         speed: speed-up of the trace's arrival times; None: send as soon as a slot is free.
+        tool_call_token: id of the token that an answer is made to begin with where the trace's calls a tool.
     """
     numbers: dict[str, int] = {}
     seen: set[str] = set()
@@ -35,6 +39,7 @@ def replayed(trace: Trace, seed: int, requests: int, speed: float | None = None)
                 again=bool(names) and names[0] in seen,
                 arrival_s=0.0 if speed is None else (request.timestamp_ms - first) / 1000 / speed,
                 follows=False,
+                first_token=tool_call_token if request.tool_call else None,
             )
         )
         seen.update(names[:1])

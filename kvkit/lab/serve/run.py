@@ -192,6 +192,8 @@ def _available_workloads(traffic: Traffic) -> dict[str, Workload]:
     if not traffic.trace:
         if traffic.speed is not None:
             raise BenchError(f"speed = {traffic.speed:g}: it applies to a trace; want --trace, or --rate")
+        if (token := traffic.tool_call_token) is not None:
+            raise BenchError(f"tool_call_token = {token}: it applies to a trace; want --trace")
         return dict(WORKLOADS)
     if traffic.workloads or traffic.rate is not None:
         raise BenchError(
@@ -200,7 +202,7 @@ def _available_workloads(traffic: Traffic) -> dict[str, Workload]:
     trace = trace_of(traffic.trace, traffic.requests)
 
     def send(seed: int, requests: int, words: int) -> list[CompletionRequest]:
-        return replayed(trace, seed, requests, traffic.speed)
+        return replayed(trace, seed, requests, traffic.speed, traffic.tool_call_token)
 
     return {TRACE: send}
 
@@ -258,6 +260,8 @@ def _command(workloads: Sequence[str], traffic: Traffic) -> str:
     rate = "" if traffic.rate is None else f" --rate {traffic.rate}"
     if traffic.trace:
         speed = "" if traffic.speed is None else f" --speed {traffic.speed}"
+        if traffic.tool_call_token is not None:
+            speed += f" --tool-call-token {traffic.tool_call_token}"
         return f"kvkit bench serve --trace {traffic.trace}{speed} {sizes} {times}"
     return f"kvkit bench serve --workloads {','.join(workloads)} {sizes} {times}{rate}"
 

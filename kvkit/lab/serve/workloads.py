@@ -53,6 +53,7 @@ class CompletionRequest:
     documents: tuple[tuple[int, int], ...] = ()  # reusable parts of `text`, characters [start, stop)
     answer: str | None = None  # prefix of an exact answer
     follows: bool = True  # whether the session's earlier prompts and answers precede `text`
+    first_token: int | None = None  # token that the answer is made to begin with
 
 
 def document_qa(seed: int, requests: int, words: int, questions: int = 4) -> list[CompletionRequest]:
