@@ -90,6 +90,7 @@ REPLAYS = {
 }
 TOOL_CALL = "<jupyter_start>"
 """Special token of SmolLM2's that marks answers that call a tool; the model has none for this."""
+KVKIT = (sys.executable, "-c", "from kvkit.cli import main; main()")
 TOKEN_BYTES, HEADER_BYTES = 2 * 2 * 2 * 32 * 4, 4096  # layers, K and V, heads, their size, float32
 
 
@@ -170,7 +171,7 @@ def measure(model: Path, name: str, share: float, policy: str, folder: Path) -> 
     with served(model, trace.block_tokens, chunks, policy, folder) as url:
         options = ["--trace", str(sent), "--requests", str(replay.requests), "--max-tokens", "1", *pace]
         options += ["--tool-call-token", str(tool_call_token(model))]
-        command = ["kvkit", "bench", "serve", "--url", url, *options, "--json", str(out)]
+        command = [*KVKIT, "bench", "serve", "--url", url, *options, "--json", str(out)]
         subprocess.run(command, check=True, stdout=sys.stderr)
     (row,) = json.loads(out.read_text())["results"]
     return {
