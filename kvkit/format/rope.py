@@ -4,7 +4,7 @@ RoPE (https://arxiv.org/abs/2104.09864) rotates each pair of channels (a, b) of 
 by the angle p * inv_freq: a' = a cos - b sin, b' = b cos + a sin. Rotations add up, so rotating a key by the
 difference of two positions moves it from one to the other. llama3, yarn, linear and default scaling differ
 only in `inv_freq` and `scale`, which come from the model. Keys cannot be moved this way if the frequencies
-depend on the length of the text (dynamic, longrope).
+depend on the length of the text (dynamic, longrope with two lists of factors).
 """
 
 from __future__ import annotations

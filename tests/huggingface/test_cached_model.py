@@ -139,6 +139,23 @@ def test_a_rotation_that_depends_on_the_length_of_the_prompt_is_refused(
         CachedModel.open(model, config(tmp_path))
 
 
+def test_a_rotation_with_equal_factors_at_every_length_is_kept(tmp_path: Path) -> None:
+    factors = {"short_factor": [4.0] * 8, "long_factor": [4.0] * 8, "original_max_position_embeddings": 64}
+    rotation = {"rope_parameters": {"rope_type": "longrope", "rope_theta": 1e4} | factors}
+    model = transformers.AutoModelForCausalLM.from_config(
+        transformers.LlamaConfig(**SIZES, num_attention_heads=4, head_dim=16, **rotation)
+    ).eval()
+    tokens = prompt(150)  # more than `original_max_position_embeddings`
+    with CachedModel.open(model, config(tmp_path)) as cached:
+        cached.generate(tokens[:60], 1)
+        assert cached.cache is not None
+        cached.cache.flush()
+        answer = cached.prefill(tokens)
+        assert sum(answer.hit_tokens.values()) == 48
+    expected = model(torch.from_numpy(tokens.astype(np.int64))[None]).logits[0, -1]
+    torch.testing.assert_close(answer.logits, expected, rtol=1e-4, atol=1e-4)
+
+
 def test_an_empty_prompt_is_an_error(tmp_path: Path) -> None:
     with CachedModel.open(random_model("mha"), config(tmp_path)) as cached:
         with pytest.raises(ValueError, match="the prompt is empty"):
