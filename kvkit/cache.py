@@ -90,6 +90,8 @@ class CacheTimeout(TimeoutError):
 class CacheServer(Protocol):
     """An endpoint for a cache, such as http://127.0.0.1:9477: `kvkit.observe.http.Server`."""
 
+    engine: dict[str, str]
+
     @property
     def url(self) -> str: ...
 

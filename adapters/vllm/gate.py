@@ -10,6 +10,7 @@ from typing import Any
 from kvkit.adapters.engine.weights import folder_fingerprint
 from kvkit.adapters.huggingface.configs import NOT_KV, stable_json
 from kvkit.adapters.vllm.identity import weights_of
+from kvkit.adapters.vllm.settings import BlendSettings
 from kvkit.blend import gate
 from kvkit.blend.plan import BlendError, Selection
 from kvkit.format.layout import Precision
@@ -73,6 +74,19 @@ def check_model(vllm_config: Any, selection: Selection, unless: str) -> gate.Con
     except ConfigError as error:
         raise BlendError(str(error)) from error
     return gate.check(name, selection, unless)
+
+
+def documents_context(vllm_config: Any, blend: BlendSettings) -> gate.Context:
+    """Return what documents are to be computed behind: the setting, or what was found better for the model.
+
+    Raises:
+        BlendError: the model has not been found fit for blending.
+    """
+    context: gate.Context = "prefix"
+    if not blend.unchecked:
+        selection = Selection(blend.methods[0], blend.ratio, coverage=blend.coverage)
+        context = check_model(vllm_config, selection, "blend.unchecked = true")
+    return context if blend.context == "auto" else blend.context
 
 
 def check_precision(vllm_config: Any, precision: Precision, unless: str) -> None:

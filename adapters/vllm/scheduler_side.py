@@ -18,14 +18,13 @@ from kvkit.adapters.vllm.blending.blocks import PrivateBlocks, ScratchBlocks
 from kvkit.adapters.vllm.engine import VllmEngine
 from kvkit.adapters.vllm.epochs import Epochs
 from kvkit.adapters.vllm.events import Events
-from kvkit.adapters.vllm.gate import check_model, check_precision
+from kvkit.adapters.vllm.gate import check_precision, documents_context
 from kvkit.adapters.vllm.marks import Marks
 from kvkit.adapters.vllm.planner import SchedulerConfig
 from kvkit.adapters.vllm.scheduler import Scheduler
 from kvkit.adapters.vllm.settings import Settings
 from kvkit.adapters.vllm.step import WorkerReport
 from kvkit.blend.gate import Context
-from kvkit.blend.plan import Selection
 from kvkit.config import Config
 
 log = logging.getLogger(__name__)
@@ -135,13 +134,11 @@ class SchedulerSide:
 
 def _check_models(vllm_config: Any, settings: Settings, config: Config) -> Context:
     """Refuse an engine whose model has not been found fit for its settings; return documents' context."""
-    blend = settings.blend
     context: Context = "prefix"
-    if blend is not None and not blend.unchecked:
-        selection = Selection(blend.methods[0], blend.ratio, coverage=blend.coverage)
-        context = check_model(vllm_config, selection, "blend.unchecked = true")
+    if settings.blend is not None:
+        context = documents_context(vllm_config, settings.blend)
     config.check_model(partial(check_precision, vllm_config))
-    return context if blend is None or blend.context == "auto" else blend.context
+    return context
 
 
 def _open_events(vllm_config: Any, config: Config, hash_tokens: int) -> Events:

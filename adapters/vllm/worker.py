@@ -17,6 +17,7 @@ from kvkit.adapters.vllm.blending.check import open_row_runner
 from kvkit.adapters.vllm.blending.executor import BlendExecutor, DocumentPages
 from kvkit.adapters.vllm.blending.warm_up import warm_up_attention
 from kvkit.adapters.vllm.capability import Capability, FinishedRequests, WorkerContext
+from kvkit.adapters.vllm.gate import documents_context
 from kvkit.adapters.vllm.handoff.send_executor import SendExecutor
 from kvkit.adapters.vllm.loras import Loras
 from kvkit.adapters.vllm.namespaces import Namespaces
@@ -108,6 +109,9 @@ class Worker:
         document_pages = DocumentPages.of(self._context.groups, pages, ropes)
         document_pages.warm_up(formats_of(self.cache.layout, self.namespaces.current))
         self.add_blending(Blender(rows, pages), document_pages)
+        blend = self._context.settings.blend
+        if self.cache.server is not None and blend is not None:
+            self.cache.server.engine["blend_context"] = documents_context(runner.vllm_config, blend)
 
     def add_blending(self, blender: Blender, pages: DocumentPages) -> None:
         """Blend prompts from now on."""

@@ -138,6 +138,7 @@ def served(model: Path, chunk_tokens: int, chunks: int, policy: str, folder: Pat
         "kv_connector": "KVKitConnector",
         "kv_connector_module_path": "kvkit.adapters.vllm.connector",
         "kv_role": "kv_both",
+        "kv_load_failure_policy": "recompute",  # small tiers evict what was just found
         "kv_connector_extra_config": extra,
     }
     port = free_port()

@@ -2,6 +2,7 @@
 
     GET  /metrics    Prometheus' text (`kvkit.observe.metrics`)
     GET  /health     {"status": the worst state, "tiers": {name: state}}; HTTP status 503 while a tier is open
+    GET  /engine     {"blend_context": "prefix" or "alone"}, if the engine blends; {} if it does not
     GET  /tiers      [{"name", "scope", "codec", "precision", "in_memory", "state", "queue_depth"}, ...]
     POST /lookup     {"tokens": [...]} -> {"tokens", "hit_tokens", "by_tier", "engine"}; moves nothing
     POST /clear      {"tier": name} -> {"removed_records"}
@@ -29,7 +30,7 @@ import logging
 import secrets
 import socket
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Annotated, Any, TypeVar
 
 import uvicorn
@@ -75,6 +76,9 @@ class Server:
         port: port to listen on; 0: any free port, named in `url`.
         timeout_s: longest time that a request waits for the cache, in seconds.
 
+    Attributes:
+        engine: what the engine tells of itself, the answer of /engine.
+
     Raises:
         ConfigError: a setting is invalid, or the address is taken.
     """
@@ -89,6 +93,7 @@ class Server:
         timeout_s: float = 30.0,
     ) -> None:
         check_token(token, "server.token")
+        self.engine: dict[str, str] = {}
         try:
             self._socket, self.url = listen(host, port)
             # accepted sockets inherit it; without it an answer waits 40 ms for the client's acknowledgement
@@ -97,7 +102,7 @@ class Server:
             raise ConfigError(f"server.host={host!r}, server.port={port}: {error}") from error
         self._workers = Workers(_THREADS, "kvkit-http-work")
         self._clearing = Workers(1, "kvkit-http-clear")  # a tier that hangs blocks only other clears
-        app = _guarded(_app(cache, self._workers, self._clearing, timeout_s), token)
+        app = _guarded(_app(cache, self.engine, self._workers, self._clearing, timeout_s), token)
         if not is_loopback(host):
             log.warning("server.host=%r: other hosts can reach it, and tokens travel in plain text", host)
         settings = uvicorn.Config(
@@ -191,7 +196,9 @@ class _PinBody(_TokensBody):
 _B = TypeVar("_B", bound=_Body)
 
 
-def _app(cache: Cache, workers: Workers, clearing: Workers, timeout_s: float) -> Starlette:
+def _app(
+    cache: Cache, engine: Mapping[str, str], workers: Workers, clearing: Workers, timeout_s: float
+) -> Starlette:
     """Build the routes. Threads do, with a deadline, all work that may wait for a tier or parse for long."""
     registry = metrics.register(cache)
 
@@ -206,6 +213,9 @@ def _app(cache: Cache, workers: Workers, clearing: Workers, timeout_s: float) ->
 
     async def tiers(_: Request) -> Response:
         return JSONResponse(_tiers(cache))
+
+    async def describe_engine(_: Request) -> Response:
+        return JSONResponse(dict(engine))
 
     def namespace(body: _TokensBody) -> Namespace:
         try:
@@ -234,6 +244,7 @@ def _app(cache: Cache, workers: Workers, clearing: Workers, timeout_s: float) ->
         Route("/metrics", show_metrics),
         Route("/health", health),
         Route("/tiers", tiers),
+        Route("/engine", describe_engine),
         _post("/lookup", _LookupBody, lookup, workers, timeout_s),
         _post("/clear", _ClearBody, clear, clearing, timeout_s),
         _post("/pin", _PinBody, pin, workers, timeout_s),

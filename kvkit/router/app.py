@@ -37,7 +37,7 @@ from kvkit.router.lookups import CacheLookup, Lookup
 from kvkit.router.marks import extract_documents
 from kvkit.router.metrics import RouterMetrics
 from kvkit.router.openai import Kind
-from kvkit.router.settings import RouterConfig
+from kvkit.router.settings import BlendLimits, RouterConfig
 from kvkit.router.tokens import Headers, NoTokens, Tokenizer
 from kvkit.router.traces import Traces
 from kvkit.router.warmer import DocumentWarmer
@@ -68,6 +68,7 @@ class Router:
         self._config = config
         self._lookup = lookup
         self._warmer_count = 0 if config.blend is None else config.blend.first_use
+        self._limits = config.blend
         self.busy = BusyConnections()
 
     def runner(self, close_s: float) -> web.AppRunner:
@@ -117,7 +118,7 @@ class Router:
             self._engines = engines = [*prefills, *decodes]
             self._metrics = RouterMetrics(engines)
             has_cache = any(engine.config.cache for engine in engines)
-            caches = CacheLookup(session) if has_cache else None
+            self._caches = caches = CacheLookup(session) if has_cache else None
             lookup, checks = self._lookup, []
             if lookup is None and caches is not None:
                 lookup = caches
@@ -155,8 +156,8 @@ class Router:
         async def complete_below(client: Client, headers: Headers, data: bytes) -> web.StreamResponse:
             parsed = openai.parse(kind, data)
             openai.check_request_policy(parsed, self._config.requests)
-            text_of = partial(self._documents.text_of, request=parsed)
-            parsed, marked = extract_documents(parsed, self._config.blend, text_of)
+            posted = partial(self._documents.posted, request=parsed)
+            parsed, marked = extract_documents(parsed, await self._blend_limits(), posted)
             parsed, ids = await self._tokenizer.locate_documents(parsed, marked, headers)
             session = openai.session_of(parsed, request.headers.get(_SESSION_HEADER))
             routed = RoutedRequest(client, parsed, headers[_REQUEST_HEADER], session, headers, ids)
@@ -173,6 +174,15 @@ class Router:
             return response
         finally:
             self._metrics.answers.labels(str(status)).inc()
+
+    async def _blend_limits(self) -> BlendLimits | None:
+        """Return the limits on blending; a context "auto" is the engines', once one has told it."""
+        limits = self._limits
+        if limits is not None and limits.context == "auto" and self._caches is not None:
+            context = await self._caches.context_of(self._engines, self._config.lookup_timeout_s)
+            if context is not None:
+                self._limits = limits = limits.model_copy(update={"context": context})
+        return limits
 
     async def _post_document(self, request: web.Request) -> web.StreamResponse:
         """Make an engine compute a posted document."""

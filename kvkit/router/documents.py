@@ -20,6 +20,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from kvkit.router.engines import Engine
 from kvkit.router.lookups import CacheLookup, Lookup, LookupQuery, ask_each
+from kvkit.router.marks import MarkedText
 from kvkit.router.openai import BadRequest, Body, ParsedRequest, quoted, read_body
 from kvkit.router.spans import MIN_TOKENS, TokenArray, tokens_of
 from kvkit.router.tokens import Headers, LRUCache, Tokenizer
@@ -162,11 +163,12 @@ class Documents:
         if self._pins is None:
             raise BadRequest("seconds: no engine of this router has a cache endpoint to pin documents in")
 
-    def text_of(self, name: str, request: ParsedRequest) -> str | None:
+    def posted(self, name: str, request: ParsedRequest) -> MarkedText | None:
         """Return the text of a document posted for the request's model and salt; None: there is none."""
         document = self._posted.get(name)
-        matches = document is not None and (document.model, document.salt) == (request.model, request.salt)
-        return document.text if document is not None and matches else None
+        if document is None or (document.model, document.salt) != (request.model, request.salt):
+            return None
+        return None if document.text is None else MarkedText(document.text, is_alone=not document.prefix)
 
     def get(self, name: str) -> PostedDocument:
         """Return a document by id. Raises BadRequest with HTTP status 404 if there is none."""

@@ -7,6 +7,7 @@ import json
 import logging
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
+from typing import Literal
 
 import aiohttp
 
@@ -116,6 +117,39 @@ class CacheLookup:
             log.warning(_UNKNOWN + ": %s", engine.config.cache, engine.name, error)
             self._bearer_tokens.pop(engine.name, None)
             return None
+
+    async def blend_context(self, engine: Engine) -> str | None:
+        """Return what an engine says that documents are to be computed behind; "": it does not blend.
+        None: it does not answer, or has no endpoint."""
+        try:
+            status, raw = await self._send(engine, "GET", "/engine")
+            if status == 404:  # kvkit before it had this path
+                return ""
+            if status != 200 or not isinstance(told := json.loads(raw), dict):
+                raise ValueError(f"HTTP {status}")
+            return str(told.get("blend_context", ""))
+        except _ENDPOINT_ERRORS as error:
+            log.warning(
+                "%s: engine %s does not say how it blends: %s", engine.config.cache, engine.name, error
+            )
+            self._bearer_tokens.pop(engine.name, None)
+            return None
+
+    async def context_of(
+        self, engines: Sequence[Engine], timeout_s: float
+    ) -> Literal["system", "alone"] | None:
+        """Return what documents of chats are to be computed behind, as the first engine that answers says.
+        None: none answers, or none that is up has an endpoint."""
+        for engine in engines:
+            if engine.up and engine.config.cache is not None:
+                try:
+                    async with asyncio.timeout(timeout_s):
+                        told = await self.blend_context(engine)
+                except TimeoutError:
+                    told = None
+                if told is not None:
+                    return "system" if told == "prefix" else "alone"
+        return None
 
     async def check(self, engine: Engine, timeout_s: float) -> None:
         """Log a warning if an engine's endpoint cannot be asked."""

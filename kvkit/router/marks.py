@@ -36,23 +36,35 @@ class MarkedDocuments:
     prefix: list[Body] | str | None = None
 
 
+@dataclass(frozen=True, slots=True)
+class MarkedText:
+    """The text of a document in a prompt.
+
+    Attributes:
+        is_alone: True if it was posted without a prefix, so that its KV was computed behind nothing.
+    """
+
+    text: str
+    is_alone: bool = False
+
+
 def extract_documents(
-    request: ParsedRequest, limits: BlendLimits | None, text_of: Callable[[str], str | None]
+    request: ParsedRequest, limits: BlendLimits | None, posted: Callable[[str], MarkedText | None]
 ) -> tuple[ParsedRequest, MarkedDocuments]:
     """Return `request` without marks and with a checked `blend` object, and its marked documents.
 
     Args:
         limits: limits on blending; None: nothing is blended.
-        text_of: function that returns the text of a posted document by id; None: there is none.
+        posted: function that returns the text of a posted document by id; None: there is none.
 
     Raises:
         BadRequest: marks, content parts or the `blend` object are wrong or not allowed.
     """
     body = dict(request.body)
-    texts: list[str] = []
+    texts: list[MarkedText] = []
     if request.kind == "chat":
         body["messages"] = [
-            _extract_from_message(message, f"messages[{number}].content", limits, text_of, texts)
+            _extract_from_message(message, f"messages[{number}].content", limits, posted, texts)
             for number, message in enumerate(body["messages"])
         ]
     elif limits is not None and limits.marks is not None:
@@ -60,7 +72,8 @@ def extract_documents(
     if len(texts) > MAX_DOCUMENTS:
         raise BadRequest(f"{len(texts)} documents, want at most {MAX_DOCUMENTS}")
     request = replace(request, body=body)
-    marked_texts = tuple(text for text in texts if text)
+    marked_texts = tuple(marked.text for marked in texts if marked.text)
+    behind_system = limits is not None and limits.context == "system" and not any(t.is_alone for t in texts)
     requested = request.params.get(requests.FIELD)
     if requested is False or (requested is None and not marked_texts):
         return request, MarkedDocuments()
@@ -73,7 +86,7 @@ def extract_documents(
     if isinstance(blend, dict) and isinstance(blend.get("prefix"), str):
         prefix = _prefix(blend["prefix"], request)
         blend = {name: value for name, value in blend.items() if name != "prefix"}
-    elif marked_texts and limits.context == "system" and isinstance(blend, dict) and "prefix" not in blend:
+    elif marked_texts and behind_system and isinstance(blend, dict) and "prefix" not in blend:
         prefix = _prefix("system", request) if request.kind == "chat" else None
     _check_blend(blend, request, limits, marked=bool(marked_texts))
     return request.with_blend(blend), MarkedDocuments(marked_texts, prefix)
@@ -83,8 +96,8 @@ def _extract_from_message(
     message: Mapping[str, Any],
     field_path: str,
     limits: BlendLimits | None,
-    text_of: Callable[[str], str | None],
-    texts: list[str],
+    posted: Callable[[str], MarkedText | None],
+    texts: list[MarkedText],
 ) -> Mapping[str, Any]:
     """Replace the documents of a message with plain text, and append their texts to `texts`.
     Marks in an assistant's message do not count: the text is a model's."""
@@ -101,28 +114,28 @@ def _extract_from_message(
         if kind == "document":
             if limits is None:
                 raise BadRequest(f"{part_path}: a document; this router's settings have no table [blend]")
-            texts.append(_text_of(part, part_path, text_of))
-            part = {"type": "text", "text": texts[-1]}
+            texts.append(_text_of(part, part_path, posted))
+            part = {"type": "text", "text": texts[-1].text}
         elif kind == "text" and marks is not None and isinstance(part.get("text"), str):
             part = {**part, "text": _remove_marks(part["text"], marks, part_path, texts)}
         parts.append(part)
     return {**message, "content": parts}
 
 
-def _text_of(part: Body, field_path: str, text_of: Callable[[str], str | None]) -> str:
+def _text_of(part: Body, field_path: str, posted: Callable[[str], MarkedText | None]) -> MarkedText:
     """Return the text of a document's content part."""
     text, name = part.get("text"), part.get("id")
     if isinstance(text, str) and name is None:
-        return text
+        return MarkedText(text)
     if not isinstance(name, str) or text is not None:
         raise BadRequest(f"{field_path}: want the document's text, or the id of one that was posted")
-    posted_text = text_of(name)
+    posted_text = posted(name)
     if posted_text is None:
         raise BadRequest(f"{field_path}.id = {quoted(name)}: no text was posted with this id, model and salt")
     return posted_text
 
 
-def _extract_from_prompt(prompt: Any, marks: tuple[str, str], texts: list[str]) -> Any:
+def _extract_from_prompt(prompt: Any, marks: tuple[str, str], texts: list[MarkedText]) -> Any:
     """Return a completion's prompt without marks; append the marked texts to `texts`."""
     if isinstance(prompt, str):
         return _remove_marks(prompt, marks, "prompt", texts)
@@ -132,14 +145,14 @@ def _extract_from_prompt(prompt: Any, marks: tuple[str, str], texts: list[str]) 
     return prompt
 
 
-def _remove_marks(text: str, marks: tuple[str, str], field_path: str, texts: list[str]) -> str:
+def _remove_marks(text: str, marks: tuple[str, str], field_path: str, texts: list[MarkedText]) -> str:
     """Return `text` without marks; append the marked texts to `texts`."""
     begin, end = marks
     pieces = re.split(f"({re.escape(begin)}|{re.escape(end)})", text)
     in_document = False
     for piece, mark in itertools.zip_longest(pieces[::2], pieces[1::2]):
         if in_document:
-            texts.append(piece)
+            texts.append(MarkedText(piece))
         if mark is None:
             break
         if (mark == begin) == in_document:

@@ -137,10 +137,11 @@ class BlendLimits(BaseModel):
         description="texts that mark the start and the end of a document in a prompt; the router removes "
         "them; none: prompts have no marks",
     )
-    context: Literal["system", "alone"] = Field(
-        default="alone",
+    context: Literal["auto", "system", "alone"] = Field(
+        default="auto",
         description="what documents of chats are computed behind unless requests state a prefix: `system`, "
-        "the system prompt; `alone`, nothing; `kvkit doctor --blend` says what is better for a model",
+        "the system prompt; `alone`, nothing; `auto`, what `kvkit doctor --blend` found better for the "
+        "engines' model, if their `cache` tells it, and nothing otherwise",
     )
     first_use: int = Field(
         default=0,

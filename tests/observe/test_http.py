@@ -36,7 +36,7 @@ from kvkit.tiers.testing.contract import DEADLINE_S, put, record_names
 from kvkit.tiers.testing.faulty import Wrapper
 
 ROUTES = [("GET", "/metrics"), ("GET", "/health"), ("GET", "/tiers")]
-ROUTES += [("POST", "/lookup"), ("POST", "/clear"), ("POST", "/pin"), ("GET", "/nothing")]
+ROUTES += [("GET", "/engine"), ("POST", "/lookup"), ("POST", "/clear"), ("POST", "/pin"), ("GET", "/nothing")]
 
 
 def test_a_cache_that_serves_is_seen_and_steered(tmp_path: Path) -> None:
@@ -172,6 +172,12 @@ def test_probes_need_no_token(server: Server, cache: ManagedCache, path: str) ->
     assert call(server, "HEAD", path, headers={}) == (200, "")
     assert call(server, "POST", path, b"{}", headers={})[0] == 401
     assert call(server, "GET", f"{path}/", headers={})[0] == 401
+
+
+def test_an_engine_tells_of_itself(server: Server) -> None:
+    assert ask(server, "GET", "/engine") == (200, {})
+    server.engine["blend_context"] = "prefix"
+    assert ask(server, "GET", "/engine") == (200, {"blend_context": "prefix"})
 
 
 def test_tiers_are_listed_in_order(server: Server, cache: ManagedCache) -> None:

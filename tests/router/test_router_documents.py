@@ -34,6 +34,7 @@ from routers import (  # noqa: F401 - fixtures, too
 from stub_cache import ManagedCache
 
 from kvkit.lab.testbed.openai_engine import TOKEN, render, text_after
+from kvkit.lab.testbed.servers import free_ports
 from kvkit.lab.testbed.waiting import wait_for
 from kvkit.observe.http import Server
 from kvkit.router.documents import Documents, PostedDocument
@@ -51,6 +52,10 @@ QUESTION = "What is in them?"
 MARKS = ["[[", "]]"]
 BLEND: Body = {"marks": MARKS}
 DOCUMENTS = "/v1/documents"
+BEFORE = render([{"role": "system", "content": "be brief"}, {"role": "user", "content": ""}], generate=False)[
+    :-1
+]
+"""Tokens of the system prompt of `parts`."""
 
 
 def parts(*contents: str | Body, system: str = "be brief", **fields: Any) -> Body:
@@ -178,6 +183,46 @@ def test_a_document_is_behind_its_system_prompt(start: Start) -> None:
 
 
 @pytest.mark.parametrize(
+    ("engine", "is_behind"),
+    [({"blend_context": "prefix"}, True), ({"blend_context": "alone"}, False), ({}, False)],
+    ids=["behind", "alone", "does not blend"],
+)
+def test_engines_tell_what_documents_of_chats_are_behind(
+    start: Start, tmp_path: Path, engine: dict[str, str], is_behind: bool
+) -> None:
+    """Until one does, documents are alone."""
+    engines = start(prefill=0)
+    (tmp_path / "token").write_text(TOKEN)
+    (tmp_path / "token").chmod(0o600)
+    [port] = free_ports(1)
+    cache = {"cache": f"http://127.0.0.1:{port}", "token_file": str(tmp_path / "token")}
+    body = parts("Read this:", document(FIRST), QUESTION)
+
+    def prefix_tokens() -> int:
+        ask(router.url, CHAT, body)
+        *_, last = engines["d0"].seen()
+        return int(last["body"]["kv_transfer_params"]["blend"]["prefix"])
+
+    with Routed(**engines.settings(d0=cache), blend=BLEND) as router:
+        assert prefix_tokens() == 0
+        with Server(ManagedCache(), token=TOKEN, port=port) as server:
+            server.engine.update(engine)
+            assert prefix_tokens() == (len(BEFORE) if is_behind else 0)
+        assert prefix_tokens() == (len(BEFORE) if is_behind else 0)
+
+
+def test_a_document_that_was_posted_alone_is_looked_for_alone(start: Start) -> None:
+    engines = start(prefill=0)
+    with Routed(**engines.settings(), blend=BLEND | {"context": "system"}) as router:
+        prefix = [{"role": "system", "content": "be brief"}]
+        for posted, expected in (({}, 0), ({"prefix": prefix}, len(BEFORE))):
+            name = ask(router.url, DOCUMENTS, {"text": FIRST, "model": "toy", **posted})[1]["id"]
+            ask(router.url, CHAT, parts({"type": "document", "id": name}, QUESTION))
+            *_, last = engines["d0"].seen()
+            assert last["body"]["kv_transfer_params"]["blend"]["prefix"] == expected
+
+
+@pytest.mark.parametrize(
     ("body", "is_behind"),
     [
         (parts("Read this:", document(FIRST), QUESTION), True),
@@ -190,11 +235,8 @@ def test_a_document_is_behind_its_system_prompt(start: Start) -> None:
 def test_the_settings_say_what_documents_of_chats_are_behind(
     start: Start, body: Body, is_behind: bool
 ) -> None:
-    before = render(
-        [{"role": "system", "content": "be brief"}, {"role": "user", "content": ""}], generate=False
-    )
     blend = told(start, body, context="system")["blend"]
-    assert blend["prefix"] == (len(before[:-1]) if is_behind else 0)
+    assert blend["prefix"] == (len(BEFORE) if is_behind else 0)
 
 
 @pytest.mark.parametrize(

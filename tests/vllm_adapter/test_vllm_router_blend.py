@@ -139,6 +139,7 @@ def test_however_documents_are_marked_the_same_is_blended(front: Front) -> None:
         (text(marked),),
     ]
     answers = [front.chat(*way, blend={"prefix": "system"}) for way in ways]
+    answers.append(front.chat(*ways[0], blend={}))  # the engine's choice
     assert len({said(answer) for answer in answers}) == 1
     assert len({tuple(sorted(tokens(answer).items())) for answer in answers}) == 1
     assert tokens(answers[0])["blended"] > 0

@@ -404,7 +404,7 @@ def test_kernels_are_compiled_before_the_first_blend(monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(worker, "warm_up_attention", lambda of: calls.append(("warm up", of)))
     for name in ("DocumentPages", "Blender", "formats_of"):
         monkeypatch.setattr(worker, name, MagicMock())
-    here = MagicMock(add_blending=lambda *given: calls.append("blend"))
+    here = MagicMock(add_blending=lambda *given: calls.append("blend"), cache=MagicMock(server=None))
     worker.Worker.open_blending(here, object())
     assert calls == [("warm up", rows), "blend"]
 
