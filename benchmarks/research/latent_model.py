@@ -1,7 +1,6 @@
-"""A Llama-like model rewritten with latent attention (MLA): the same answers, and a latent per token as KV.
+"""SmolLM2 rewritten with latent attention (MLA): the same answers, and a latent per token as KV.
 
-    python -m benchmarks.research.latent_model smollm2 FOLDER
-    kvkit bench blend --model FOLDER
+    python -m benchmarks.research.leaderboard smollm2-latent
 
 No trained model with latent attention is small enough for a CPU. As in TransMLA (Meng et al.,
 https://arxiv.org/abs/2502.07864), grouped-query attention is a latent attention: V is the latent, and the K
@@ -11,19 +10,21 @@ that hardly turn within a prompt move from the rotary part to the latent, as key
 
 from __future__ import annotations
 
-import argparse
 import math
 import shutil
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
-from rich.console import Console
 
-from kvkit.lab.files import load_model, model_folder
+from kvkit.adapters.huggingface import smollm2
+from kvkit.environment import cache_folder
+from kvkit.lab.files import load_model
 
+NAME = "smollm2-latent"
 SLOW = 0.3
 """Radians that a pair of channels turns at most in `PROMPT_TOKENS`, if it loses its rotation."""
 PROMPT_TOKENS = 4096
@@ -163,18 +164,16 @@ def with_latents(model: Any) -> Any:
     return made
 
 
-def main() -> None:
-    """Write the model and its tokenizer into a folder."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
-    parser.add_argument("model", help="smollm2, a hub id or a folder")
-    parser.add_argument("folder", type=Path)
-    asked = parser.parse_args()
-    folder = model_folder(None if asked.model == "smollm2" else asked.model, Console())
-    _, model = load_model(folder)
-    with_latents(model).save_pretrained(asked.folder)
-    for file in Path(folder).glob("*token*"):
-        shutil.copy(file, asked.folder)
-
-
-if __name__ == "__main__":
-    main()
+def fetch() -> Path:
+    """Return the folder of SmolLM2 with latent attention and its tokenizer; the first call makes it."""
+    folder = cache_folder() / "models" / NAME
+    if not folder.exists():
+        source = smollm2.fetch()
+        _, model = load_model(str(source))
+        with TemporaryDirectory(dir=folder.parent) as scratch:
+            (made := Path(scratch) / "model").mkdir()
+            with_latents(model).save_pretrained(made)
+            for file in source.glob("*token*"):
+                shutil.copy(file, made)
+            made.rename(folder)
+    return folder

@@ -1,6 +1,6 @@
 """The leaderboard of blending methods: what measures it, model by model, and its tables and picture.
 
-python -m benchmarks.research.leaderboard [smollm2, qwen-0.5b, a hub id or a folder, ...] [--tokens N]
+python -m benchmarks.research.leaderboard [smollm2, qwen-0.5b, smollm2-latent, a hub id or a folder, ...]
 python -m benchmarks.report.tables && python -m benchmarks.report.pictures
 
 Measures every task by every method of every model, on a GPU where there is one, into
@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.folders import RESULTS
+from benchmarks.research import latent_model
 from kvkit.environment import slug, slug_of
 from kvkit.lab.quality.tasks.sample import DOCUMENT_TOKENS
 from kvkit.lab.simulate.report import panels
@@ -92,8 +93,13 @@ def commands(arguments: Sequence[str]) -> Iterator[list[str]]:
             *("bench", "blend", "--methods", methods, "--tasks", asked.tasks, "--answered"),
             *("--samples", str(asked.samples), "--tokens", str(asked.tokens)),
             *("--auxiliary", asked.auxiliary, "--json", str(file)),
-            *(() if model == "smollm2" else ("--model", model)),
+            *(() if model == "smollm2" else ("--model", _found(model))),
         ]
+
+
+def _found(model: str) -> str:
+    """Return a model as `kvkit bench blend` takes it; make SmolLM2 with latent attention first."""
+    return str(latent_model.fetch()) if model == latent_model.NAME else model
 
 
 def main() -> None:
