@@ -84,7 +84,7 @@ def documents_context(vllm_config: Any, blend: BlendSettings) -> gate.Context:
     """
     context: gate.Context = "prefix"
     if not blend.unchecked:
-        selection = Selection(blend.methods[0], blend.ratio, coverage=blend.coverage)
+        selection = Selection(blend.methods[0], blend.ratio, drift=blend.drift, coverage=blend.coverage)
         context = check_model(vllm_config, selection, "blend.unchecked = true")
     return context if blend.context == "auto" else blend.context
 

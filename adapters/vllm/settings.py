@@ -37,6 +37,13 @@ class BlendSettings(BaseModel):
         ge=0,
         le=1,
     )
+    drift: float = Field(
+        default=0.0,
+        description="share of their estimated change by which reused tokens that are not recomputed are "
+        "corrected; 0: they stay as found",
+        ge=0,
+        le=1,
+    )
     methods: tuple[Annotated[str, AfterValidator(served)], ...] = Field(
         default=("prophetkv", "question_attention", "first_n"),
         description="methods that a request may name for selecting the tokens to recompute: those that need "

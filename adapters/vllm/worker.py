@@ -108,7 +108,7 @@ class Worker:
         warm_up_attention(rows)
         document_pages = DocumentPages.of(self._context.groups, pages, ropes)
         document_pages.warm_up(formats_of(self.cache.layout, self.namespaces.current))
-        self.add_blending(Blender(rows, pages), document_pages)
+        self.add_blending(Blender(rows, pages, ropes), document_pages)
         blend = self._context.settings.blend
         if self.cache.server is not None and blend is not None:
             self.cache.server.engine["blend_context"] = documents_context(runner.vllm_config, blend)

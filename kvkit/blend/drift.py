@@ -10,14 +10,15 @@ origin, estimates the change of all other reused tokens.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
 from kvkit.blend.methods.method import offsets
-from kvkit.blend.plan import BlendPlan
+from kvkit.blend.plan import BlendPlan, Selection
 from kvkit.format.rope import Rope
 from kvkit.kernels.pages import reference
 
@@ -37,25 +38,36 @@ class Drift:
         share: share of V's estimated change that is added; of K's, before RoPE, half as much.
         sources: recomputed tokens, from which the change is estimated.
         targets: other reused tokens, which are corrected.
+        tables: of each rope, tables that rotate the sources' keys to position 0, and others from there to the
+            targets' positions. `correct` adds those that are missing.
     """
 
     share: float
     sources: DriftTokens
     targets: DriftTokens
+    tables: dict[Rope, tuple[torch.Tensor, torch.Tensor]] = field(default_factory=dict)
 
     @classmethod
     def of(
-        cls, share: float, first_n: int, plan: BlendPlan, rows: NDArray[np.int32], slots: torch.Tensor
+        cls,
+        selection: Selection,
+        plan: BlendPlan,
+        rows: NDArray[np.integer[Any]],
+        slots: torch.Tensor,
+        present: NDArray[np.bool_] | bool = True,
     ) -> Drift | None:
         """Return the drift of the recomputed `rows`; None if it has no sources or no targets.
 
+        Nothing is estimated from the first `selection.first_n` tokens of a span.
+
         Args:
-            first_n: number of tokens at the start of every span from which nothing is estimated.
             slots: int64 [N], slots of all tokens.
+            present: bool [N], tokens that have slots.
         """
+        share, reused = selection.drift, plan.reused & present
         recomputed = np.isin(np.arange(plan.tokens), rows)
-        sources = np.flatnonzero(plan.reused & recomputed & (offsets(plan.starts, plan.tokens) >= first_n))
-        targets = np.flatnonzero(plan.reused & ~recomputed)
+        late = offsets(plan.starts, plan.tokens) >= selection.first_n
+        sources, targets = np.flatnonzero(reused & recomputed & late), np.flatnonzero(reused & ~recomputed)
         if not share or not len(sources) or not len(targets):
             return None
         device, missed = slots.device, missed_context(plan)
@@ -70,20 +82,34 @@ class Drift:
         """Return K and V of `sources`, [T, H, D] and [T, H, Dv], to be passed to `correct`."""
         return _read(pages[0], self.sources[1]), _read(pages[1], self.sources[1])
 
-    def correct(self, pages: KAndV, before: KAndV, rope: Rope) -> None:
-        """Add the share of the sources' change since `before` to K and V of `targets`. Mutates the pages."""
+    def correct(self, pages: KAndV, before: KAndV, rope: Rope | None) -> None:
+        """Add the share of the sources' change since `before` to K and V of `targets`. Mutates the pages.
+
+        Args:
+            rope: rope of the layer; None: its keys are not rotated.
+        """
         k_pages, v_pages = pages
-        (positions, _, lost), (target_positions, slots, target_lost) = self.sources, self.targets
+        (_, _, lost), (_, slots, target_lost) = self.sources, self.targets
         k, v = self.read_sources(pages)
-        to_zero, to_position = (
-            torch.from_numpy(rope.delta_table(deltas))[:, None].to(k.device)
-            for deltas in (-positions, target_positions)
-        )
-        k_change = reference.rotate(k.float() - before[0].float(), to_zero, rope)
-        added = target_lost[:, None, None] * _slope(k_change, lost)
-        _add(k_pages, slots, K_FACTOR * self.share * reference.rotate(added, to_position, rope))
+        k_change = k.float() - before[0].float()
+        if rope is None:
+            added = target_lost[:, None, None] * _slope(k_change, lost)
+        else:
+            to_zero, to_position = self._tables_of(rope, k.device)
+            added = target_lost[:, None, None] * _slope(reference.rotate(k_change, to_zero, rope), lost)
+            added = reference.rotate(added, to_position, rope)
+        _add(k_pages, slots, K_FACTOR * self.share * added)
         added = target_lost[:, None, None] * _slope(v.float() - before[1].float(), lost)
         _add(v_pages, slots, self.share * added)
+
+    def _tables_of(self, rope: Rope, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
+        if rope not in self.tables:
+            to_zero, to_position = (
+                torch.from_numpy(rope.delta_table(deltas))[:, None].to(device)
+                for deltas in (-self.sources[0], self.targets[0])
+            )
+            self.tables[rope] = to_zero, to_position
+        return self.tables[rope]
 
 
 def missed_context(plan: BlendPlan) -> NDArray[np.float32]:

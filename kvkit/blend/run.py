@@ -343,7 +343,7 @@ class _Run:
         if selection is None or not selection.drift:
             return None
         slots = self._rows(np.arange(self.plan.tokens, dtype=np.int32)).slots
-        return Drift.of(selection.drift, selection.first_n, self.plan, positions, slots)
+        return Drift.of(selection, self.plan, positions, slots)
 
     def _anchored(
         self, positions: Positions, share: float, k_pages: torch.Tensor, v_pages: torch.Tensor

@@ -47,7 +47,9 @@ class DocumentPrompt:
 
 def blending(folder: Path, chunk: int, **more: Any) -> Settings:
     """A connector that blends models whatever the gate says of them, with a folder as its only tier."""
-    return connector({"chunk_tokens": chunk} | on_disk(folder), blend={"unchecked": True}, **more)
+    return connector(
+        {"chunk_tokens": chunk} | on_disk(folder), blend={"unchecked": True, "drift": 0.5}, **more
+    )
 
 
 def precompute(engine: Engine, prompts: Sequence[DocumentPrompt], **sampling: Any) -> None:

@@ -73,6 +73,7 @@ METHODS = ["question_attention", "kvkit.blend.methods.prophetkv:METHOD"]
 """The second by the name that methods of one's own have; it looks into every layer."""
 COVERAGE = 0.3
 """Stops every choice before it has taken its ratio."""
+DRIFT = 0.5
 LIKELY = 100
 """Log-probabilities that are compared with those of transformers."""
 
@@ -196,7 +197,7 @@ def test_the_same_rows_and_the_same_distribution(process: Engine, tmp_path: Path
     folder = smollm2.fetch()
     model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
     prompts = retrieval(folder)
-    blending = {"unchecked": True, "methods": METHODS, "coverage": COVERAGE}
+    blending = {"unchecked": True, "methods": METHODS, "coverage": COVERAGE, "drift": DRIFT}
     settings = connector({"chunk_tokens": CHUNK} | on_disk(tmp_path), blend=blending)
     process.open(settings, max_logprobs=LIKELY, enable_prefix_caching=True, **OPTIONS)
     precompute(process, prompts)
@@ -207,7 +208,7 @@ def test_the_same_rows_and_the_same_distribution(process: Engine, tmp_path: Path
     ):
         wants = [asked.blend(ratio, method=method)]
         (answer,) = process.generate([asked.tokens], 1, wants, logprobs=LIKELY)
-        expected = by_transformers(model, asked, Selection(method, ratio, coverage=COVERAGE))
+        expected = by_transformers(model, asked, Selection(method, ratio, drift=DRIFT, coverage=COVERAGE))
         assert process.do("selected") == expected.selected.tolist()
         logprobs = expected.logits.log_softmax(-1)
         wanted = {token: float(logprobs[int(token)]) for token in answer["likely"][0]}

@@ -22,12 +22,14 @@ from vllm.lora.request import LoRARequest
 from kvkit.adapters.engine.lookup_request import TokenIds
 from kvkit.adapters.vllm import compat
 from kvkit.adapters.vllm.blending.attention import scoring
+from kvkit.adapters.vllm.blending.drift import PromptDrift
 from kvkit.adapters.vllm.blending.layer_pages import LayerPages
 from kvkit.adapters.vllm.blending.rows import RequestRows, RowRunner
 from kvkit.adapters.vllm.step import Tables
 from kvkit.blend.methods.method import NeedsQuestion
 from kvkit.blend.plan import BlendPlan, Selection, choose, observed_layers, question_needs
 from kvkit.blend.run import reduce_heads
+from kvkit.format.rope import Rope
 from kvkit.kernels.attention.api import query_scores
 from kvkit.kernels.attention.rows import Rows
 
@@ -121,6 +123,7 @@ class BlendedPrompt:
     Attributes:
         pending_rows: rows that have yet to run: first those that the choice needs, then those to compute.
         attention: the question's attention, by which tokens are chosen; None: not needed, or no longer.
+        corrects: whether a run computes all of the chosen and computed rows, and corrects other tokens.
         seconds: time by stage. The time of a shared run is divided by the prompts' rows.
     """
 
@@ -133,6 +136,7 @@ class BlendedPrompt:
     selected: NDArray[np.int32] | None = None
     pending_rows: RequestRows = field(init=False)
     attention: QuestionAttention | None = None
+    corrects: bool = False
     seconds: dict[str, float] = field(default_factory=lambda: {"choose": 0.0, "rows": 0.0})
 
     @property
@@ -156,11 +160,13 @@ class Blender:
     Args:
         rows: runner of the model.
         pages: K and V of its layers.
+        ropes: rope of each layer; None: its keys are not rotated.
     """
 
-    def __init__(self, rows: RowRunner, pages: LayerPages) -> None:
+    def __init__(self, rows: RowRunner, pages: LayerPages, ropes: Sequence[Rope | None]) -> None:
         self._rows = rows
         self._pages = pages
+        self._ropes = ropes
 
     def begin_prompt(self, prompt: BlendedPrompt) -> None:
         """Set the rows that run first. Documents must be in the pages already. Mutates `prompt`."""
@@ -189,7 +195,10 @@ class Blender:
         limit = self._rows.max_rows
         while limit > 0 and (unfinished := [p for p in prompts if not (p.is_complete or p.is_scored)]):
             unchosen = [prompt for prompt in unfinished if prompt.attention is not None]
-            limit -= self._run_batch(unchosen or unfinished, limit)
+            ran = self._run_batch(unchosen or unfinished, limit)
+            if not ran:  # the next step has room for the rows
+                break
+            limit -= ran
             for prompt in unchosen:
                 if prompt.is_scored and prompt.attention is not None:
                     prompt.attention.start_combining()
@@ -201,15 +210,17 @@ class Blender:
 
         Rows of prompts with `attention` run through the layers that it needs, all others through all layers.
         """
-        indices, batch = zip(*next(self._rows.batches([p.pending_rows for p in prompts], limit)), strict=True)
-        in_batch = [prompts[index] for index in indices]
+        in_batch, batch = self._next_batch(prompts, limit)
+        if not batch:
+            return 0
         needed_layers = [prompt.attention.layers for prompt in in_batch if prompt.attention is not None]
         began = time.perf_counter()
         if needed_layers:
             on_queries = partial(_add_queries, in_batch, batch)
             self._rows.run(batch, on_queries, max(needed_layers), hidden=False)
         else:
-            self._rows.run(batch, hidden=False)
+            drifts = [self._drift_of(p, rows) for p, rows in zip(in_batch, batch, strict=True) if p.corrects]
+            self._rows.run(batch, on_kv=partial(_correct, drifts) if drifts else None, hidden=False)
         if self._rows.device.type == "cuda":  # else the time would cover the launches only
             torch.cuda.current_stream(self._rows.device).synchronize()
         total = sum(len(rows.ids) for rows in batch)
@@ -219,6 +230,27 @@ class Blender:
             prompt.seconds["choose" if needed_layers else "rows"] += row_s * len(rows.ids)
         return total
 
+    def _next_batch(
+        self, prompts: Sequence[BlendedPrompt], limit: int
+    ) -> tuple[list[BlendedPrompt], list[RequestRows]]:
+        """Return the rows to run next and their prompts; empty if only rows that must not be cut are left.
+
+        A prompt's rows are cut if they do not fit in any run, but not because of other prompts: what a prompt
+        gets does not depend on them. Without all rows in a run, nothing is corrected. Mutates the prompts.
+        """
+        batch = next(self._rows.batches([p.pending_rows for p in prompts], limit))
+        index, rows = batch[-1]
+        prompt = prompts[index]
+        if prompt.corrects and len(rows.ids) < len(prompt.pending_rows.ids):
+            if len(batch) > 1 or limit < self._rows.max_rows:
+                batch.pop()
+            else:
+                prompt.corrects = False
+        return [prompts[index] for index, _ in batch], [rows for _, rows in batch]
+
+    def _drift_of(self, prompt: BlendedPrompt, rows: RequestRows) -> PromptDrift:
+        return PromptDrift(self._pages, self._ropes, prompt.selection, prompt.plan, rows)
+
     def _choose_tokens(self, prompt: BlendedPrompt) -> None:
         """Choose tokens, unless chosen before, and set the rows to compute next. Mutates `prompt`."""
         attention, plan, last = prompt.attention, prompt.plan, prompt.plan.tokens - 1
@@ -226,8 +258,15 @@ class Blender:
             scores = None if attention is None else attention.wait_for_scores()
             prompt.selected = choose(prompt.selection, plan, self._rows.count, scores)
         prompt.attention = None
+        prompt.corrects = self._rows.writes_kv_first and prompt.selection.drift > 0
         positions = np.union1d(plan.computed, prompt.selected).astype(np.int32)
         prompt.pending_rows = prompt.rows_at(positions[(positions < last) & ~plan.exact[positions]])
+
+
+def _correct(drifts: Sequence[PromptDrift], index: int) -> None:
+    """Correct a layer of each prompt."""
+    for drift in drifts:
+        drift.correct(index)
 
 
 def _add_queries(

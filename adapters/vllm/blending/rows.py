@@ -29,6 +29,8 @@ from kvkit.blend.plan import BlendError
 
 OnQueries = Callable[[int, torch.Tensor], None]
 """Called with an index into `RowRunner.layers`, and rotated queries [M, Hq, D] in the order of the rows."""
+OnKv = Callable[[int], None]
+"""Called with an index into `RowRunner.layers` once K and V of the rows are in the layer's pages."""
 _STAGES_TAG = 0x6B76
 """Tag of messages between stages about rows, as vLLM sends over the same group."""
 
@@ -124,6 +126,7 @@ class RowRunner:
     Attributes:
         layers: attention layers of this stage with pages of their own, in order.
         count: number of such layers in the whole model.
+        writes_kv_first: whether every layer writes K and V of rows before its `forward`.
         stages: number of pipeline stages.
         max_rows, max_runs: numbers of rows and runs that vLLM's buffers take at a time.
         kvkit_attention: attention that is used for rows where it `is_faster`; None: vLLM's for all rows.
@@ -146,6 +149,9 @@ class RowRunner:
             AttentionLayer(first + i, name, modules[name], tables[name], self._block_tokens[tables[name]])
             for i, name in enumerate(sorted(owners, key=layer_order))
         ]
+        self.writes_kv_first = not any(
+            layer.module.attn_backend.forward_includes_kv_cache_update for layer in self.layers
+        )
         self.stages: int = compat.find("get_pp_group")().world_size
         scheduler = self.config.scheduler_config
         self.max_rows = int(scheduler.max_num_batched_tokens)
@@ -199,6 +205,7 @@ class RowRunner:
         on_queries: OnQueries | None = None,
         layers: int | None = None,
         *,
+        on_kv: OnKv | None = None,
         hidden: bool = True,
         position: int | None = None,
     ) -> list[torch.Tensor]:
@@ -208,6 +215,7 @@ class RowRunner:
             rows: rows of different requests, all with the same adapter.
             on_queries: called with every layer's queries, once the layer's K, V and attention are computed.
             layers: number of the whole model's first layers to compute; None: all.
+            on_kv: called in every layer before its attention.
             hidden: whether to return hidden states.
             position: position that a single row's K and Q get, with nothing before it; None: rows have their
                 own positions.
@@ -237,7 +245,7 @@ class RowRunner:
         with (
             suppress(_StopModel),
             compat.active_adapter(self.runner, rows[0].lora, len(ids)),
-            self._patched(on_queries and _in_row_order(on_queries, back), last, kvkit_rows),
+            self._patched(on_queries and _in_row_order(on_queries, back), on_kv, last, kvkit_rows),
             compat.find("set_forward_context")(
                 metadata, self.config, num_tokens=len(ids), slot_mapping=slots
             ),
@@ -327,9 +335,13 @@ class RowRunner:
         return metadata if kvkit_rows is None else dict.fromkeys(slots, kvkit_rows), slots
 
     def _patched(
-        self, on_queries: OnQueries | None, last: int | None, kvkit_rows: PreparedRows | None
+        self,
+        on_queries: OnQueries | None,
+        on_kv: OnKv | None,
+        last: int | None,
+        kvkit_rows: PreparedRows | None,
     ) -> AbstractContextManager[None]:
-        """Replace the layers' `forward` by kvkit's attention; call `on_queries`; stop after layer `last`."""
+        """Replace the layers' `forward` by kvkit's attention, make the calls, and stop after layer `last`."""
         return compat.attention_instead(
             (
                 layer.module,
@@ -338,11 +350,12 @@ class RowRunner:
                     kvkit_rows.forward_of(index) if kvkit_rows else layer.module.impl.forward,
                     index,
                     on_queries,
+                    on_kv,
                     layer.number == last,
                 ),
             )
             for index, layer in enumerate(self.layers)
-            if on_queries or kvkit_rows or layer.number == last
+            if on_queries or on_kv or kvkit_rows or layer.number == last
         )
 
     def _receive(self, count: int) -> Any:
@@ -430,12 +443,15 @@ def _patched_forward(
     forward: Callable[..., Any],
     index: int,
     on_queries: OnQueries | None,
+    on_kv: OnKv | None,
     is_last: bool,
 ) -> Callable[..., Any]:
-    """Return `forward` of a layer with a call of `on_queries` after it; the last layer stops the model."""
+    """Return `forward` with `on_kv` before it and `on_queries` after it; the last layer stops the model."""
     separate = not layer.module.attn_backend.forward_includes_kv_cache_update
 
     def patched(module: Any, query: torch.Tensor, *rest: Any, **more: Any) -> Any:
+        if on_kv is not None:
+            on_kv(index)
         if is_last and on_queries is None and separate:  # K and V are written; the rest is not needed
             raise _StopModel
         result = forward(module, query, *rest, **more)
