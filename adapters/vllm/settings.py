@@ -38,9 +38,9 @@ class BlendSettings(BaseModel):
         le=1,
     )
     drift: float = Field(
-        default=0.0,
+        default=0.5,
         description="share of their estimated change by which reused tokens that are not recomputed are "
-        "corrected; 0: they stay as found",
+        "corrected, for requests that name none; 0: they stay as found",
         ge=0,
         le=1,
     )

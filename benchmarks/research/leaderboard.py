@@ -41,7 +41,8 @@ def methods_at(tokens: int) -> tuple[str, ...]:
     documents = max(2, tokens // DOCUMENT_TOKENS)
     alone, share = _ratio(RATIO), _ratio(RATIO * documents / (documents - 1))
     return (
-        *(f"prophetkv {share}, first 8", f"question_attention {share}, first 8"),
+        *(f"prophetkv {share}, first 8, drift .5", f"prophetkv {share}, first 8"),
+        f"question_attention {share}, first 8",
         *(f"prophetkv {alone}, first 8, {context}" for context in OTHER_CONTEXTS),
         f"question_attention {alone}, first 8, alone",
         *("naive", *(f"naive, {context}" for context in OTHER_CONTEXTS), "ape"),
@@ -54,12 +55,12 @@ def methods_at(tokens: int) -> tuple[str, ...]:
 
 def details_at(tokens: int) -> tuple[str, ...]:
     """Return what is compared with the first method apart: other ratios, masks, choices that know all."""
-    default = methods_at(tokens)[0]
-    share = default.split()[1].rstrip(",")
+    with_drift, without = methods_at(tokens)[:2]
+    share = without.split()[1].rstrip(",")
     return (
-        *(default, "naive"),
+        *(without, with_drift, "naive"),
         *(f"prophetkv {ratio}, first 8" for ratio in (".05", ".30", ".45", ".60")),
-        *("prophetkv .60, first 8, covering .65", f"prophetkv {share}, first 8, drift .5"),
+        "prophetkv .60, first 8, covering .65",
         *(f"{name} {share}, first 8" for name in ("oracle", "oracle_change")),
         f"cacheclip {share}",
         *(

@@ -126,7 +126,7 @@ class Selection:
     layers: int = 8
     value_norm: bool = True
     fade: int = 64
-    drift: float = 0.0
+    drift: float = 0.5
     coverage: float = 1.0
 
     def __post_init__(self) -> None:

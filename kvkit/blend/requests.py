@@ -26,6 +26,7 @@ class BlendFields(BaseModel):
     ratio: float | None = Field(default=None, ge=0, le=1)
     method: str | None = None
     first_n: int | None = Field(default=None, ge=0, lt=2**31)
+    drift: float | None = Field(default=None, ge=0, le=1)
 
 
 def read(given: Any, least_ratio: float, methods: Sequence[str]) -> BlendFields:

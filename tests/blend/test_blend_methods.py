@@ -206,7 +206,7 @@ def test_each_layer_keeps_some_of_the_rows_of_the_one_before(model: Any, decoder
     plan = plan_blend(N, 0, SPANS)
     kv = stale(model, plan)
     before = [(k.clone(), v.clone()) for k, v in kv.layers]
-    selection = Selection("cacheblend", 0.6, 0)
+    selection = Selection("cacheblend", 0.6, 0, drift=0.0)
     blended = blend(decoder, kv, TOKENS, plan, selection)
     changed = [
         set(np.flatnonzero((k != old).any(-1).any(1).numpy()[0]).tolist()) & set(np.flatnonzero(plan.reused))
@@ -220,7 +220,7 @@ def test_each_layer_keeps_some_of_the_rows_of_the_one_before(model: Any, decoder
 
 def test_after_dense_layers_the_chosen_rows_go_on(model: Any, decoder: HuggingFaceDecoder) -> None:
     """In the dense layers all KV is a full prefill's, and so is the attention by which rows are chosen."""
-    plan, selection = plan_blend(N, 0, SPANS), Selection("sparsex", 0.6, 0)
+    plan, selection = plan_blend(N, 0, SPANS), Selection("sparsex", 0.6, 0, drift=0.0)
     kv = stale(model, plan)
     before = [(k.clone(), v.clone()) for k, v in kv.layers]
     blended = blend(decoder, kv, TOKENS, plan, selection)

@@ -116,7 +116,7 @@ def test_only_chosen_tokens_change(method: str) -> None:
     plan = plan_blend(N, 0, SPANS)
     kv = as_found(model, tokens, SPANS, decoder.rope)
     before = [(layer.room_k.clone(), layer.room_v.clone()) for layer in kv.layers]
-    selection = Selection(method, 0.6, first_n=2)
+    selection = Selection(method, 0.6, first_n=2, drift=0.0)
     count, looked = count_of(selection, plan, 4)
     blended = blend(decoder, paged(kv), tokens, plan, selection, auxiliary=by_position)
     needs = METHODS[method].needs

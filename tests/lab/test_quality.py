@@ -154,7 +154,8 @@ FEWER = "default .15, covering .10"
 
 
 def test_a_name_says_what_is_selected() -> None:
-    assert method_named("prophetkv .15, first 8").selection == Selection("prophetkv", first_n=8)
+    assert method_named("prophetkv .15, first 8").selection == Selection("prophetkv", first_n=8, drift=0.0)
+    assert method_named("prophetkv .15, first 8, drift .5").selection == Selection("prophetkv", first_n=8)
     masked = method_named("k_deviation .15, block mask, alone, layers 4, fade 0, drift .5")
     expected = Selection("k_deviation", first_n=0, layers=4, fade=0, drift=0.5)
     assert masked == Method(expected, "block mask", "alone")
@@ -176,7 +177,7 @@ def test_a_name_says_what_is_selected() -> None:
 
 
 def test_a_method_without_a_share_has_that_of_the_default() -> None:
-    assert method_named("infoflow").selection == Selection("infoflow", first_n=0)
+    assert method_named("infoflow").selection == Selection("infoflow", first_n=0, drift=0.0)
     assert method_named("default, first 4").selection == Selection(first_n=4)
 
 

@@ -93,7 +93,7 @@ def test_vllm_and_transformers_find_the_same(tmp_path: Path) -> None:
         ("first_n .15", True),
         ("default .30", True),
         ("cacheblend .15", False),
-        ("default .15, drift .5", False),
+        ("default .15, covering .5", False),
         ("k_deviation .15, block mask", False),
     ],
 )

@@ -248,7 +248,8 @@ def _selection(fields: BlendFields, settings: BlendSettings) -> Selection:
     """Return the selection. With ratio 0 and no `first_n`, no token is computed again."""
     ratio = settings.ratio if fields.ratio is None else fields.ratio
     method = fields.method or settings.methods[0]
-    selection = Selection(method, ratio, drift=settings.drift, coverage=settings.coverage)
+    drift = settings.drift if fields.drift is None else fields.drift
+    selection = Selection(method, ratio, drift=drift, coverage=settings.coverage)
     if fields.first_n is None and ratio:
         return selection
     return replace(selection, first_n=fields.first_n or 0)

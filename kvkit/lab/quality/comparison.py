@@ -34,6 +34,8 @@ _GATE_METHODS: Mapping[gate.Context, tuple[str, str]] = {
     "alone": ("naive, alone", "default .15, alone"),
 }
 """Methods without rows and with the default's, by context of the documents."""
+_STANDARD = Selection(layers=8, value_norm=True, fade=64, drift=0.0, coverage=1.0)
+"""Settings that lines of measurements leave out. They stay when defaults change: lines are kept."""
 
 
 def run(
@@ -122,7 +124,7 @@ def _complete(
 
 def _settings(method: Method) -> str:
     """Return what determines a method's figures: its name, ratio, first tokens, and what else is set."""
-    standard = Method(Selection())
+    standard = Method(_STANDARD)
     others = {
         field: value
         for chosen, usual in ((method.selection, standard.selection), (method, standard))

@@ -42,7 +42,8 @@ def is_served(method: Method) -> bool:
     except ValueError:
         return False
     plain = not method.imitates and method.context in ("prefix", "alone")
-    return plain and selection == Selection(selection.method, selection.ratio, selection.first_n)
+    named = Selection(selection.method, selection.ratio, selection.first_n, drift=selection.drift)
+    return plain and selection == named
 
 
 @contextmanager
@@ -206,6 +207,7 @@ class EngineJudge:
                 "method": selection.method,
                 "ratio": selection.ratio,
                 "first_n": selection.first_n,
+                "drift": selection.drift,
             }
             prompt["cache_salt"] = method.context  # documents of other contexts are not found
             extra = {"kv_transfer_params": {"blend": blend_request}}

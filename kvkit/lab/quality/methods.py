@@ -33,9 +33,9 @@ class Method:
 
 _BASES: Mapping[str, Method] = {
     "default": Method(Selection()),
-    "naive": Method(Selection("first_n", 0.0, 0)),
-    "ape": Method(Selection("first_n", 0.0, 0), "ape"),
-    "fewer documents": Method(Selection("first_n", first_n=0), "fewer documents"),
+    "naive": Method(Selection("first_n", 0.0, 0, drift=0.0)),
+    "ape": Method(Selection("first_n", 0.0, 0, drift=0.0), "ape"),
+    "fewer documents": Method(Selection("first_n", first_n=0, drift=0.0), "fewer documents"),
 }
 _VALUES: Mapping[str, tuple[str, Callable[[str], float]]] = {
     "covering": ("coverage", float),
@@ -53,9 +53,9 @@ def method_named(name: str) -> Method:
 
     NAME is "default", "naive" (no rows), "ape", "fewer documents", one of
     `kvkit.blend.methods.registry.METHODS` or package.module:name. Options follow after commas: "covering .8"
-    sets `Selection.coverage`, "first 8" `first_n`, which is otherwise 0 unless NAME is "default", "layers 4",
-    "fade 0" and "drift .5" the fields of these names; "alone" and other contexts set the context, and
-    "bottom-right mask" and "block mask" what is imitated.
+    sets `Selection.coverage`, "first 8" and "drift .5" `first_n` and `drift`, which are 0 otherwise unless
+    NAME is "default", "layers 4" and "fade 0" the fields of these names; "alone" and other contexts set the
+    context, and "bottom-right mask" and "block mask" what is imitated.
 
     Raises:
         BenchError: the method, its ratio or an option is invalid.
@@ -97,14 +97,14 @@ def _with_ratio(name: str) -> Method:
     settings: dict[str, Any] = {"ratio": float(ratio)} if re.fullmatch(r"[\d.]+", ratio) else {}
     base = base if settings else name
     if (method := _BASES.get(base)) is None:
-        return Method(Selection(base, first_n=0, **settings))
+        return Method(Selection(base, first_n=0, drift=0.0, **settings))
     return replace(method, selection=replace(method.selection, **settings))
 
 
 METHODS: Mapping[str, Method] = {
     name: method_named(name)
     for name in (
-        *("default .15", "default .05", "default .30", "default .15, drift .5", "naive"),
+        *("default .15", "default .05", "default .30", "default .15, drift 0", "naive"),
         *("first_n .15", "random .15", "question_attention .15, first 8"),
         *("k_deviation .15", "k_deviation .15, bottom-right mask", "k_deviation .15, block mask"),
         *("v_deviation .15", "cacheblend .15", "infoflow .15", "prophetkv .15", "qcfuse .15", "sparsex .15"),
