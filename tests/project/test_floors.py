@@ -80,25 +80,25 @@ ROOM_LINES_AT_MOST = {
     "adapters/jax": 280,
     "adapters/lmcache": 400,
     "adapters/sglang": 400,
-    "adapters/vllm": 9_330,
+    "adapters/vllm": 9_480,
     "adapters/vllm_tier": 400,
     "kernels": 380,
     "kernels/attention": 4_550,
     "kernels/pages": 3_360,
     "kernels/tuning": 3_700,
     "kvkit": 2_100,
-    "kvkit/blend": 1_560,
+    "kvkit/blend": 1_580,
     "kvkit/doctor": 600,
     "kvkit/format": 1_900,
     "kvkit/handoff": 5_500,
-    "kvkit/lab": 11_750,
+    "kvkit/lab": 11_770,
     "kvkit/observe": 1_300,
-    "kvkit/router": 4_100,
+    "kvkit/router": 4_130,
     "kvkit/tiers": 7_180,
     "kvkit/transfer": 4_050,
 }
 """Lines of code by room, blank ones and docstrings included."""
-CORE_LINES_AT_MOST = 54_250
+CORE_LINES_AT_MOST = 54_470
 """Lines of all rooms but the laboratory."""
 KERNELS = re.compile(r"(?:triton\.|gluon\.|numba\.|_)?n?jit\b")
 """What decorates a function that Triton or numba compiles: its parameters are registers and pointers, as are
