@@ -28,6 +28,8 @@ DriftTokens = tuple[NDArray[np.int64], torch.Tensor, torch.Tensor]
 """Positions, slots, and lost context in float32, each [T]."""
 K_FACTOR = 0.5
 """Factor of the share for K: a larger one overcorrects the question's attention scores."""
+_PIECE_TOKENS = 4096
+"""Tokens that are corrected at a time, to bound memory beside the pages."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -88,19 +90,22 @@ class Drift:
         Args:
             rope: rope of the layer; None: its keys are not rotated.
         """
-        k_pages, v_pages = pages
         (_, _, lost), (_, slots, target_lost) = self.sources, self.targets
-        k, v = self.read_sources(pages)
-        k_change = k.float() - before[0].float()
-        if rope is None:
-            added = target_lost[:, None, None] * _slope(k_change, lost)
-        else:
-            to_zero, to_position = self._tables_of(rope, k.device)
-            added = target_lost[:, None, None] * _slope(reference.rotate(k_change, to_zero, rope), lost)
-            added = reference.rotate(added, to_position, rope)
-        _add(k_pages, slots, K_FACTOR * self.share * added)
-        added = target_lost[:, None, None] * _slope(v.float() - before[1].float(), lost)
-        _add(v_pages, slots, self.share * added)
+        k_change, v_change = (
+            now.float() - old.float() for now, old in zip(self.read_sources(pages), before, strict=True)
+        )
+        tables = None if rope is None else self._tables_of(rope, k_change.device)
+        if rope is not None and tables is not None:
+            k_change = reference.rotate(k_change, tables[0], rope)
+        k_slope, v_slope = _slope(k_change, lost), _slope(v_change, lost)
+        for first in range(0, len(slots), _PIECE_TOKENS):
+            piece = slice(first, first + _PIECE_TOKENS)
+            share = self.share * target_lost[piece, None, None]
+            k_added = K_FACTOR * share * k_slope
+            if rope is not None and tables is not None:
+                k_added = reference.rotate(k_added, tables[1][piece], rope)
+            _add(pages[0], slots[piece], k_added)
+            _add(pages[1], slots[piece], share * v_slope)
 
     def _tables_of(self, rope: Rope, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
         if rope not in self.tables:

@@ -11,6 +11,7 @@ from random_models import CONFIGS, random_model
 from test_blend_run import SPANS, N, close, computed, prompt
 
 from kvkit.adapters.huggingface.blended import HuggingFaceDecoder, paged
+from kvkit.blend import drift
 from kvkit.blend.drift import missed_context
 from kvkit.blend.plan import BlendError, Selection, Span, plan_blend
 from kvkit.blend.run import Blended, blend
@@ -72,6 +73,15 @@ def test_a_share_of_it_is_added() -> None:
         assert close(lacks, left * lacked)
         exact = np.flatnonzero(plan.exact)
         assert torch.equal(was[0, :, exact], ours[0, :, exact])
+
+
+def test_tokens_are_corrected_in_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
+    selection = Selection("first_n", 0.2, first_n=0, drift=1.0)
+    _, before, whole = blended("gqa", selection)
+    monkeypatch.setattr(drift, "_PIECE_TOKENS", 7)
+    _, _, in_pieces = blended("gqa", selection)
+    assert not torch.equal(before[0], whole[0])
+    assert all(close(ours, theirs) for ours, theirs in zip(in_pieces, whole, strict=True))
 
 
 def test_a_token_that_saw_its_prefix_lost_less() -> None:
