@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from benchmarks.report.computed import frontier
+from benchmarks.report.computed import frontier, replayed
 from benchmarks.report.computed_gpu import fastest
 from benchmarks.research.leaderboard import methods_at
 from kvkit.lab.quality.statistics import bootstrap
@@ -49,6 +49,7 @@ def derive(sources: Mapping[str, Any]) -> dict[str, Any]:
             for name, one in sources["blend_models"]["architectures"].items()
         ],
         "frontier": frontier(sources["frontier"]["runs"]),
+        "agents": list(replayed(sources["replay_agents"])),
         "gpu": on_gpu(sources["gpu"]["results"]),
         "boards": [board(found) for name, found in sources.items() if name.startswith("board_")],
         "details": details(sources["details"]),

@@ -21,7 +21,7 @@ LMCACHE = "pages::lmcache"
 SOURCES: Mapping[str, str] = {
     **{name: name for name in ("demo", "serve", "pd", "sending", "soak", "precision", "models", "queued")},
     **{name: name for name in ("scale", "timeline", "snapshots", "frontier", "fleet", "replay", "routing")},
-    **{name: name.replace("_", "-") for name in ("lost_context", "blend_models")},
+    **{name: name.replace("_", "-") for name in ("lost_context", "blend_models", "replay_agents")},
     **{f"flow_{flow}": f"flow-{flow}" for flow in ("handoff", "pool", "pull", "both")},
     "compiled": "compile",
     "gpu": "gpu-nvidia-h100-80gb-hbm3",

@@ -168,6 +168,16 @@ def killed_store(document: Row) -> Iterator[Row]:
             yield run | {"alive": alive[run["store"]], "dead": run["spans"]["while"]}
 
 
+def replayed(document: Row) -> Iterator[Row]:
+    """Hits of a replay by room and policy, and the share of the gap from LRU to the most that they close."""
+    lru = {row["share"]: row for row in document["rows"] if row["policy"] == "lru"}
+    for row in sorted(document["rows"], key=lambda row: float(row["share"])):
+        base = lru[row["share"]]
+        gaps = {hits: row["most_hits"] - base[hits] for hits in ("hits", "simulated_hits")}
+        of_gaps = {hits: (row[hits] - base[hits]) / gap for hits, gap in gaps.items()}
+        yield {**row, "closed": of_gaps["hits"], "simulated_closed": of_gaps["simulated_hits"]}
+
+
 def eviction(found: Row) -> Rows:
     """Hit rates, the mean over seeds; the best of a row in bold."""
     policies = found["policies"]

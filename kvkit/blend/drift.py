@@ -66,11 +66,8 @@ class Drift:
             slots: int64 [N], slots of all tokens.
             present: bool [N], tokens that have slots.
         """
-        share, reused = selection.drift, plan.reused & present
-        recomputed = np.isin(np.arange(plan.tokens), rows)
-        late = offsets(plan.starts, plan.tokens) >= selection.first_n
-        sources, targets = np.flatnonzero(reused & recomputed & late), np.flatnonzero(reused & ~recomputed)
-        if not share or not len(sources) or not len(targets):
+        sources, targets = sources_and_targets(selection, plan, rows, present)
+        if not selection.drift or not len(sources) or not len(targets):
             return None
         device, missed = slots.device, missed_context(plan)
 
@@ -78,7 +75,7 @@ class Drift:
             lost = torch.from_numpy(missed[positions]).to(device)
             return positions, slots[torch.from_numpy(positions).to(device)], lost
 
-        return cls(share, with_slots(sources), with_slots(targets))
+        return cls(selection.drift, with_slots(sources), with_slots(targets))
 
     def read_sources(self, pages: KAndV) -> KAndV:
         """Return K and V of `sources`, [T, H, D] and [T, H, Dv], to be passed to `correct`."""
@@ -115,6 +112,18 @@ class Drift:
             )
             self.tables[rope] = to_zero, to_position
         return self.tables[rope]
+
+
+def sources_and_targets(
+    selection: Selection,
+    plan: BlendPlan,
+    rows: NDArray[np.integer[Any]],
+    present: NDArray[np.bool_] | bool = True,
+) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    """Return the positions of the tokens that `Drift.of` estimates from, and of those that it corrects."""
+    reused, recomputed = plan.reused & present, np.isin(np.arange(plan.tokens), rows)
+    late = offsets(plan.starts, plan.tokens) >= selection.first_n
+    return np.flatnonzero(reused & recomputed & late), np.flatnonzero(reused & ~recomputed)
 
 
 def missed_context(plan: BlendPlan) -> NDArray[np.float32]:

@@ -131,3 +131,14 @@ def test_a_prompt_is_corrected_if_its_rows_fit_in_a_run_whatever_is_beside_it(
         blender.advance(prompts)
     assert all(prompt.is_complete for prompt in prompts)
     assert runner.ran == expected
+
+
+def test_nothing_is_corrected_where_nothing_can_be_estimated() -> None:
+    """Of first tokens alone, nothing is."""
+    runner: Any = Runner()
+    blender = Blender(runner, Pages(), ROPES)  # type: ignore[arg-type]
+    prompt = blended(1)
+    prompt.selected = np.array([0, 1, 101], np.int32)
+    blender.begin_prompt(prompt)
+    blender.advance([prompt])
+    assert runner.ran == [[(3, False)]]

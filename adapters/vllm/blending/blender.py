@@ -26,6 +26,7 @@ from kvkit.adapters.vllm.blending.drift import PromptDrift
 from kvkit.adapters.vllm.blending.layer_pages import LayerPages
 from kvkit.adapters.vllm.blending.rows import RequestRows, RowRunner
 from kvkit.adapters.vllm.step import Tables
+from kvkit.blend.drift import sources_and_targets
 from kvkit.blend.methods.method import NeedsQuestion
 from kvkit.blend.plan import BlendPlan, Selection, choose, observed_layers, question_needs
 from kvkit.blend.run import reduce_heads
@@ -257,10 +258,12 @@ class Blender:
         if prompt.selected is None:
             scores = None if attention is None else attention.wait_for_scores()
             prompt.selected = choose(prompt.selection, plan, self._rows.count, scores)
-        prompt.attention = None
-        prompt.corrects = self._rows.writes_kv_first and prompt.selection.drift > 0
+        prompt.attention, prompt.corrects = None, False
         positions = np.union1d(plan.computed, prompt.selected).astype(np.int32)
         prompt.pending_rows = prompt.rows_at(positions[(positions < last) & ~plan.exact[positions]])
+        if self._rows.writes_kv_first and prompt.selection.drift:
+            sources, targets = sources_and_targets(prompt.selection, plan, prompt.pending_rows.positions)
+            prompt.corrects = len(sources) > 0 and len(targets) > 0
 
 
 def _correct(drifts: Sequence[PromptDrift], index: int) -> None:
