@@ -87,7 +87,7 @@ ROOM_LINES_AT_MOST = {
     "kernels/pages": 3_360,
     "kernels/tuning": 3_700,
     "kvkit": 2_100,
-    "kvkit/blend": 1_580,
+    "kvkit/blend": 1_600,
     "kvkit/doctor": 600,
     "kvkit/format": 1_900,
     "kvkit/handoff": 5_500,
@@ -98,7 +98,7 @@ ROOM_LINES_AT_MOST = {
     "kvkit/transfer": 4_050,
 }
 """Lines of code by room, blank ones and docstrings included."""
-CORE_LINES_AT_MOST = 54_470
+CORE_LINES_AT_MOST = 54_500
 """Lines of all rooms but the laboratory."""
 KERNELS = re.compile(r"(?:triton\.|gluon\.|numba\.|_)?n?jit\b")
 """What decorates a function that Triton or numba compiles: its parameters are registers and pointers, as are
