@@ -45,11 +45,10 @@ class DocumentPrompt:
         return [[*prefix, *self.tokens[start:stop]] for start, stop in self.documents]
 
 
-def blending(folder: Path, chunk: int, **more: Any) -> Settings:
+def blending(folder: Path, chunk: int, drift: float = 0.5, **more: Any) -> Settings:
     """A connector that blends models whatever the gate says of them, with a folder as its only tier."""
-    return connector(
-        {"chunk_tokens": chunk} | on_disk(folder), blend={"unchecked": True, "drift": 0.5}, **more
-    )
+    blend = {"unchecked": True, "drift": drift}
+    return connector({"chunk_tokens": chunk} | on_disk(folder), blend=blend, **more)
 
 
 def precompute(engine: Engine, prompts: Sequence[DocumentPrompt], **sampling: Any) -> None:
@@ -75,6 +74,7 @@ def measure(
     options: Settings,
     logprobs: int,
     rounds: bool = False,
+    drift: float = 0.5,
 ) -> Settings:
     """What blending makes of a model's answers, against those of plain vLLM.
 
@@ -83,6 +83,7 @@ def measure(
         options: of the engine, its model among them.
         logprobs: how many tokens' log-probabilities count.
         rounds: see `Architecture`: what is computed in another order may have other tokens.
+        drift: by how much reused tokens are corrected.
 
     Returns:
         `kl_naive`, `kl`, `kl_full`: mean KL divergence of the first token's distribution, with nothing, 15 %
@@ -98,7 +99,7 @@ def measure(
     options = options | {"max_logprobs": logprobs, "enable_prefix_caching": True}
     engine.open(None, **options)
     expected = engine.generate(texts, ANSWER, logprobs=logprobs)
-    engine.open(blending(kv, options["block_size"]), **options)
+    engine.open(blending(kv, options["block_size"], drift), **options)
     precompute(engine, prompts)
     divergences = {}
     for ratio in (0.0, 0.15):
