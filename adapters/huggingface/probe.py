@@ -47,11 +47,13 @@ _CAUSES = (
 )
 
 
-def _depends_on_length(config: Any, layer_type: str | None, kind: str) -> bool:
-    """Return whether the rotation of a layer type (None: of all) is another one in long prompts."""
-    parameters = config.rope_parameters if layer_type is None else config.rope_parameters[layer_type]
-    changes = kind == "longrope" and parameters["short_factor"] != parameters["long_factor"]
-    return changes or "dynamic" in kind
+def _depends_on_length(rotary: Any, layer_type: str | None, kind: str) -> bool:
+    """Return whether a module rotates K of a layer type (None: of all) otherwise in long prompts."""
+    if kind != "longrope":
+        return "dynamic" in kind
+    parameters = rotary.config.rope_parameters
+    parameters = parameters if layer_type is None else parameters[layer_type]
+    return bool(parameters["short_factor"] != parameters["long_factor"])
 
 
 @torch.inference_mode()
@@ -72,7 +74,7 @@ def probe_layout(model: Any, chunk_tokens: int = 256) -> KVLayout:
     for module in model.modules():
         rope = getattr(module, "rope_type", None)
         for layer_type, kind in rope.items() if isinstance(rope, dict) else [(None, rope)]:
-            if isinstance(kind, str) and _depends_on_length(module.config, layer_type, kind):
+            if isinstance(kind, str) and _depends_on_length(module, layer_type, kind):
                 raise LayoutError(
                     f"rope_type = {kind!r}: transformers rotates K depending on the prompt's length, so "
                     "KV of a prefix does not fit longer prompts; want a fixed rotation"

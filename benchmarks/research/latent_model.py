@@ -34,7 +34,7 @@ CONSTANT = 1e4
 
 @dataclass(frozen=True, slots=True)
 class Parts:
-    """How channels of a Llama's KV heads are parts of a latent and of rotary channels.
+    """Split of the channels of a Llama's KV heads into a latent and rotary channels.
 
     Args:
         heads: number of query heads.

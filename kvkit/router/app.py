@@ -17,7 +17,7 @@ import logging
 import signal
 import socket
 import uuid
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from functools import partial
 
 import aiohttp
@@ -31,7 +31,7 @@ from kvkit.router.clients import MAX_BODY_BYTES, Client, ClientDisconnected, Nul
 from kvkit.router.connections import IDLE_S, BoundedSite, BusyConnections, raise_limit
 from kvkit.router.dispatch import Dispatcher, RequestFailed, RoutedRequest
 from kvkit.router.documents import Documents, PostedDocument
-from kvkit.router.engines import IDENTITY_ENCODING, EngineFailed, RequestRefused, open_engines
+from kvkit.router.engines import IDENTITY_ENCODING, Engine, EngineFailed, RequestRefused, open_engines
 from kvkit.router.events import EventLookup, EventSubscriber
 from kvkit.router.lookups import CacheLookup, Lookup
 from kvkit.router.marks import extract_documents
@@ -118,7 +118,7 @@ class Router:
             self._engines = engines = [*prefills, *decodes]
             self._metrics = RouterMetrics(engines)
             has_cache = any(engine.config.cache for engine in engines)
-            self._caches = caches = CacheLookup(session) if has_cache else None
+            caches = CacheLookup(session) if has_cache else None
             lookup, checks = self._lookup, []
             if lookup is None and caches is not None:
                 lookup = caches
@@ -139,6 +139,8 @@ class Router:
             self._warmer = DocumentWarmer(self._compute_later, self._documents, self._metrics)
             tasks = [asyncio.create_task(engine.monitor()) for engine in engines]
             tasks += [asyncio.create_task(subscriber.run()) for subscriber in subscribers.values()]
+            if caches is not None and self._limits is not None and self._limits.context == "auto":
+                tasks.append(asyncio.create_task(self._follow_context(self._limits, decodes, caches)))
             tasks += [asyncio.create_task(self._warmer.run()) for _ in range(self._warmer_count)]
             yield
             for task in tasks:
@@ -157,7 +159,7 @@ class Router:
             parsed = openai.parse(kind, data)
             openai.check_request_policy(parsed, self._config.requests)
             posted = partial(self._documents.posted, request=parsed)
-            parsed, marked = extract_documents(parsed, await self._blend_limits(), posted)
+            parsed, marked = extract_documents(parsed, self._limits, posted)
             parsed, ids = await self._tokenizer.locate_documents(parsed, marked, headers)
             session = openai.session_of(parsed, request.headers.get(_SESSION_HEADER))
             routed = RoutedRequest(client, parsed, headers[_REQUEST_HEADER], session, headers, ids)
@@ -175,14 +177,13 @@ class Router:
         finally:
             self._metrics.answers.labels(str(status)).inc()
 
-    async def _blend_limits(self) -> BlendLimits | None:
-        """Return the limits on blending; a context "auto" is the engines', once one has told it."""
-        limits = self._limits
-        if limits is not None and limits.context == "auto" and self._caches is not None:
-            context = await self._caches.context_of(self._engines, self._config.lookup_timeout_s)
-            if context is not None:
-                self._limits = limits = limits.model_copy(update={"context": context})
-        return limits
+    async def _follow_context(
+        self, limits: BlendLimits, decodes: Sequence[Engine], caches: CacheLookup
+    ) -> None:
+        """Ask decode engines what documents are to be computed behind, until one that blends says it."""
+        while (told := await caches.blend_context(decodes, self._config.lookup_timeout_s)) is None:
+            await asyncio.sleep(self._config.health_interval_s)
+        self._limits = limits.model_copy(update={"context": "system" if told == "prefix" else "alone"})
 
     async def _post_document(self, request: web.Request) -> web.StreamResponse:
         """Make an engine compute a posted document."""

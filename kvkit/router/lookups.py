@@ -7,7 +7,6 @@ import json
 import logging
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
-from typing import Literal
 
 import aiohttp
 
@@ -118,38 +117,23 @@ class CacheLookup:
             self._bearer_tokens.pop(engine.name, None)
             return None
 
-    async def blend_context(self, engine: Engine) -> str | None:
-        """Return what an engine says that documents are to be computed behind; "": it does not blend.
-        None: it does not answer, or has no endpoint."""
-        try:
-            status, raw = await self._send(engine, "GET", "/engine")
-            if status == 404:  # kvkit before it had this path
-                return ""
-            if status != 200 or not isinstance(told := json.loads(raw), dict):
-                raise ValueError(f"HTTP {status}")
-            return str(told.get("blend_context", ""))
-        except _ENDPOINT_ERRORS as error:
-            log.warning(
-                "%s: engine %s does not say how it blends: %s", engine.config.cache, engine.name, error
-            )
-            self._bearer_tokens.pop(engine.name, None)
-            return None
+    async def blend_context(self, engines: Sequence[Engine], timeout_s: float) -> str | None:
+        """Return what documents are to be computed behind, as the first engine says that blends; None: no
+        engine says it. An engine that cannot be asked is left out."""
 
-    async def context_of(
-        self, engines: Sequence[Engine], timeout_s: float
-    ) -> Literal["system", "alone"] | None:
-        """Return what documents of chats are to be computed behind, as the first engine that answers says.
-        None: none answers, or none that is up has an endpoint."""
-        for engine in engines:
-            if engine.up and engine.config.cache is not None:
-                try:
-                    async with asyncio.timeout(timeout_s):
-                        told = await self.blend_context(engine)
-                except TimeoutError:
-                    told = None
-                if told is not None:
-                    return "system" if told == "prefix" else "alone"
-        return None
+        async def ask(engine: Engine) -> str | None:
+            try:
+                async with asyncio.timeout(timeout_s):
+                    status, raw = await self._send(engine, "GET", "/engine")
+                told = json.loads(raw) if status == 200 else {}
+                return told.get("blend_context") if isinstance(told, dict) else None
+            except _ENDPOINT_ERRORS:
+                self._bearer_tokens.pop(engine.name, None)
+                return None
+
+        asked = [engine for engine in engines if engine.up and engine.config.cache is not None]
+        answers = await asyncio.gather(*map(ask, asked))
+        return next((told for told in answers if isinstance(told, str)), None)
 
     async def check(self, engine: Engine, timeout_s: float) -> None:
         """Log a warning if an engine's endpoint cannot be asked."""

@@ -86,17 +86,9 @@ def test_answers_that_call_tools_are_marked(tmp_path: Path) -> None:
     first, *rest = TRACE.requests
     write_trace(Trace(BLOCK, (replace(first, tool_call=True), *rest)), path)
     with Completions() as server:
-        options = (
-            "--trace",
-            path,
-            "--speed",
-            "1000",
-            "--tool-call-token",
-            "11",
-            "--json",
-            tmp_path / "out.json",
-        )
-        result = run("bench", "serve", "--url", f"one={server.url('good')}", *options)
+        marked = ("--trace", path, "--speed", "1000", "--tool-call-token", "11")
+        target = ("--url", f"one={server.url('good')}", "--json", tmp_path / "out.json")
+        result = run("bench", "serve", *target, *marked)
         assert result.exit_code == 0, result.output
         biases = [body.get("logit_bias") for body in server.bodies[2:]]  # after the warm-up
     assert biases == [{"11": 100}, None, None, None, None]

@@ -52,9 +52,8 @@ QUESTION = "What is in them?"
 MARKS = ["[[", "]]"]
 BLEND: Body = {"marks": MARKS}
 DOCUMENTS = "/v1/documents"
-BEFORE = render([{"role": "system", "content": "be brief"}, {"role": "user", "content": ""}], generate=False)[
-    :-1
-]
+SYSTEM = {"role": "system", "content": "be brief"}
+BEFORE = render([SYSTEM, {"role": "user", "content": ""}], generate=False)[:-1]
 """Tokens of the system prompt of `parts`."""
 
 
@@ -182,15 +181,8 @@ def test_a_document_is_behind_its_system_prompt(start: Start) -> None:
     assert told(start, body) == {"blend": {"documents": spans, "prefix": len("Read")}}
 
 
-@pytest.mark.parametrize(
-    ("engine", "is_behind"),
-    [({"blend_context": "prefix"}, True), ({"blend_context": "alone"}, False), ({}, False)],
-    ids=["behind", "alone", "does not blend"],
-)
-def test_engines_tell_what_documents_of_chats_are_behind(
-    start: Start, tmp_path: Path, engine: dict[str, str], is_behind: bool
-) -> None:
-    """Until one does, documents are alone."""
+def test_engines_tell_what_documents_of_chats_are_behind(start: Start, tmp_path: Path) -> None:
+    """Until one that blends does, documents are alone; then no engine is asked again."""
     engines = start(prefill=0)
     (tmp_path / "token").write_text(TOKEN)
     (tmp_path / "token").chmod(0o600)
@@ -203,19 +195,21 @@ def test_engines_tell_what_documents_of_chats_are_behind(
         *_, last = engines["d0"].seen()
         return int(last["body"]["kv_transfer_params"]["blend"]["prefix"])
 
-    with Routed(**engines.settings(d0=cache), blend=BLEND) as router:
+    with Routed(**engines.settings(d0=cache), blend=BLEND, health_interval_s=0.02) as router:
         assert prefix_tokens() == 0
         with Server(ManagedCache(), token=TOKEN, port=port) as server:
-            server.engine.update(engine)
-            assert prefix_tokens() == (len(BEFORE) if is_behind else 0)
-        assert prefix_tokens() == (len(BEFORE) if is_behind else 0)
+            assert prefix_tokens() == 0
+            server.engine["blend_context"] = "prefix"
+            wait_for(lambda: prefix_tokens() == len(BEFORE))
+            server.engine["blend_context"] = "alone"
+            assert prefix_tokens() == len(BEFORE)
+        assert prefix_tokens() == len(BEFORE)
 
 
 def test_a_document_that_was_posted_alone_is_looked_for_alone(start: Start) -> None:
     engines = start(prefill=0)
     with Routed(**engines.settings(), blend=BLEND | {"context": "system"}) as router:
-        prefix = [{"role": "system", "content": "be brief"}]
-        for posted, expected in (({}, 0), ({"prefix": prefix}, len(BEFORE))):
+        for posted, expected in (({}, 0), ({"prefix": [SYSTEM]}, len(BEFORE))):
             name = ask(router.url, DOCUMENTS, {"text": FIRST, "model": "toy", **posted})[1]["id"]
             ask(router.url, CHAT, parts({"type": "document", "id": name}, QUESTION))
             *_, last = engines["d0"].seen()

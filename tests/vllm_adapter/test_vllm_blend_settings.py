@@ -62,10 +62,11 @@ def test_a_request_says_where_its_documents_stand_and_what_is_computed_again() -
 
 
 def test_what_it_leaves_out_is_as_the_settings_say() -> None:
-    settings = BlendSettings(ratio=0.25, methods=("first_n",), coverage=0.8)
-    assert read(request({"documents": [[0, 9]]}), settings) == BlendRequest(
-        ((0, 9),), 0, Selection("first_n", 0.25, coverage=0.8)
-    )
+    settings = BlendSettings(ratio=0.25, methods=("first_n",), coverage=0.8, drift=0.25)
+    for asked, drift in (({}, 0.25), ({"drift": 0.0}, 0.0)):
+        selection = Selection("first_n", 0.25, coverage=0.8, drift=drift)
+        expected = BlendRequest(((0, 9),), 0, selection)
+        assert read(request({"documents": [[0, 9]], **asked}), settings) == expected
 
 
 @pytest.mark.parametrize(

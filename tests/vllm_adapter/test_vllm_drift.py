@@ -134,7 +134,7 @@ def test_a_prompt_is_corrected_if_its_rows_fit_in_a_run_whatever_is_beside_it(
 
 
 def test_nothing_is_corrected_where_nothing_can_be_estimated() -> None:
-    """Of first tokens alone, nothing is."""
+    """First tokens alone give no estimate."""
     runner: Any = Runner()
     blender = Blender(runner, Pages(), ROPES)  # type: ignore[arg-type]
     prompt = blended(1)
